@@ -1,0 +1,138 @@
+"""A small language model of KDA blocks.
+
+h      = embedding[tokens]
+h      = h + kda_layer(rms_norm(h))           for each block,
+h      = h + swiglu(rms_norm(h))              its two halves
+logits = rms_norm(h) embedding^T              tied head
+
+tokens [*B T]   logits [*B T vocab_size]      state: one KDAState for each block
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from kda_fn.layers.kimi_delta_attention import init_kimi_delta_attention, init_state, kimi_delta_attention
+from kda_fn.layers.mlp import SwiGLUParams, init_swiglu, normal_weight, swiglu
+from kda_fn.types import CuSeqlens, Float, Impl, KDAConfig, KDAParams, KDAState, Tensor
+
+__all__ = ["KDALMConfig", "KDALMParams", "init_kda_lm", "init_kda_lm_state", "kda_lm"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KDALMConfig:
+    """The sizes of the model; `kda` is the config of every block's KDA layer."""
+
+    vocab_size: int
+    num_layers: int
+    intermediate_size: int
+    kda: KDAConfig
+
+
+class KDALMBlock(NamedTuple):
+    """One block: norm, KDA, norm, SwiGLU."""
+
+    kda_norm: Float[Tensor, " D"]
+    kda: KDAParams
+    mlp_norm: Float[Tensor, " D"]
+    mlp: SwiGLUParams
+
+
+class KDALMParams(NamedTuple):
+    """The parameters of the model."""
+
+    embedding: Float[Tensor, "vocab D"]
+    blocks: tuple[KDALMBlock, ...]
+    norm: Float[Tensor, " D"]
+
+
+def kda_lm(
+    params: KDALMParams,
+    state: tuple[KDAState, ...],
+    tokens: Tensor,
+    *,
+    config: KDALMConfig,
+    cu_seqlens: CuSeqlens | None = None,
+    impl: Impl | None = None,
+) -> tuple[tuple[KDAState, ...], Float[Tensor, "*B T vocab"]]:
+    """Logits of the next token at each of T positions, T >= 0, and the state after them.
+
+    Parameters
+    ----------
+    params : of `init_kda_lm`.
+    state : one KDAState for each block, of `init_kda_lm_state` or an earlier call.
+    tokens : [*B T], int32 or int64.
+    config, cu_seqlens, impl : as in `kimi_delta_attention`.
+
+    Raises ValueError or TypeError for an argument that does not fit.
+    """
+    if tokens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"kda_lm: tokens must be int32 or int64, got {tokens.dtype}")
+    if len(state) != len(params.blocks) or len(state) != config.num_layers:
+        raise ValueError(
+            f"kda_lm: config.num_layers is {config.num_layers}, params hold {len(params.blocks)} blocks "
+            f"and state {len(state)} layers"
+        )
+    h = F.embedding(tokens, params.embedding)
+    new_state = []
+    for block, block_state in zip(params.blocks, state, strict=True):
+        block_state, y = kimi_delta_attention(
+            block.kda,
+            block_state,
+            _rms_norm(h, block.kda_norm, config),
+            config=config.kda,
+            cu_seqlens=cu_seqlens,
+            impl=impl,
+        )
+        h = h + y
+        h = h + swiglu(block.mlp, _rms_norm(h, block.mlp_norm, config))
+        new_state.append(block_state)
+    return tuple(new_state), F.linear(_rms_norm(h, params.norm, config), params.embedding)
+
+
+def init_kda_lm(
+    config: KDALMConfig,
+    *,
+    generator: torch.Generator | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> KDALMParams:
+    """Parameters for training from scratch: the projections back into the stream start at a scale of
+    1/sqrt(2 num_layers), so that the stream's variance does not grow with depth."""
+    where = {"generator": generator, "dtype": dtype, "device": device}
+    D, depth_scale = config.kda.D, (2 * config.num_layers) ** -0.5
+
+    def norm() -> Tensor:
+        return torch.ones(D, dtype=dtype, device=device)
+
+    blocks = []
+    for _ in range(config.num_layers):
+        kda = init_kimi_delta_attention(config.kda, **where)
+        mlp = init_swiglu(D, config.intermediate_size, **where)
+        kda = kda._replace(out=kda.out * depth_scale)
+        blocks.append(KDALMBlock(norm(), kda, norm(), mlp._replace(down=mlp.down * depth_scale)))
+    return KDALMParams(normal_weight(config.vocab_size, D, **where), tuple(blocks), norm())
+
+
+def init_kda_lm_state(
+    config: KDALMConfig,
+    batch_shape: tuple[int, ...] = (),
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> tuple[KDAState, ...]:
+    """The state before the first token, for each block."""
+    return tuple(
+        init_state(config.kda, batch_shape, dtype=dtype, device=device) for _ in range(config.num_layers)
+    )
+
+
+def _rms_norm(x: Tensor, weight: Tensor, config: KDALMConfig) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, config.kda.norm_eps)
+
+
+torch.serialization.add_safe_globals([KDALMBlock, KDALMParams])

@@ -1,0 +1,207 @@
+"""The KDA layer.
+
+    q|k|v = silu(conv(W_qkv x))                         one projection, one convolution, split once
+    q, k  = q / |q|, k / |k|                            per head
+    g     = gate(W_f2 W_f1 x)                           [HV K], log decay
+    beta  = sigmoid(W_b x), or 2 sigmoid(W_b x)         [HV]
+    S, o  = kda(S, q, k, v, g, beta)
+    y     = W_o (rms_norm(o) · sigmoid(W_g x))          per head
+
+    x, y [*B T D]   conv_state [*B W-1 P]   recurrent_state [*B HV K V]
+
+Source: Kimi Linear, arXiv:2510.26692.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from kda_fn import _check
+from kda_fn.layers.mlp import normal_weight
+from kda_fn.primitives.causal_conv1d import causal_conv1d
+from kda_fn.primitives.gated_rms_norm import gated_rms_norm
+from kda_fn.primitives.kda import kda
+from kda_fn.primitives.kda_gate import kda_gate
+from kda_fn.primitives.l2_norm import l2_norm
+from kda_fn.types import CuSeqlens, Float, Impl, KDAConfig, KDAParams, KDAState, LowRank, Tensor
+
+__all__ = ["init_kimi_delta_attention", "init_state", "kimi_delta_attention"]
+
+
+def kimi_delta_attention(
+    params: KDAParams,
+    state: KDAState,
+    x: Float[Tensor, "*B T D"],
+    *,
+    config: KDAConfig,
+    cu_seqlens: CuSeqlens | None = None,
+    impl: Impl | None = None,
+) -> tuple[KDAState, Float[Tensor, "*B T D"]]:
+    """One KDA layer over T tokens, T >= 0: prefill, training, verification and decode are all this call.
+
+    Parameters
+    ----------
+    params : of `init_kimi_delta_attention`, or loaded in its layout.
+    state : of `init_state`, or returned by an earlier call. With cu_seqlens its fields carry N.
+    x : [*B T D], in the dtype of the weights.
+    config : the sizes and choices.
+    cu_seqlens : [N+1], T then holds N packed sequences (`kda_fn.ragged`).
+    impl : for every primitive of the layer; None picks the best for each.
+
+    Returns
+    -------
+    state, y : the state after the last token, new tensors, and [*B T D] in x's dtype.
+
+    Raises ValueError or TypeError for an argument that does not fit, before any work; NotImplementedError for
+    a named impl that cannot serve.
+    """
+    _check_layer(params, state, x, config, cu_seqlens)
+    H, HV, K, V = config.H, config.HV, config.K, config.V
+
+    qkv = F.linear(x, params.qkv)
+    conv_state, qkv = causal_conv1d(state.conv_state, qkv, params.conv, cu_seqlens=cu_seqlens, impl=impl)
+    q, k, v = qkv.split([H * K, H * K, HV * V], -1)
+    q = l2_norm(q.unflatten(-1, (H, K)), impl=impl)
+    k = l2_norm(k.unflatten(-1, (H, K)), impl=impl)
+    v = v.unflatten(-1, (HV, V))
+
+    raw = _project(params.decay, x).unflatten(-1, (HV, K))
+    g = kda_gate(raw, params.A_log, params.dt_bias, lower_bound=config.lower_bound, impl=impl)
+    beta = torch.sigmoid(_at_least_float32(F.linear(x, params.beta)))
+    beta = 2 * beta if config.allow_neg_eigval else beta
+
+    recurrent_state, o = kda(
+        state.recurrent_state,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        lower_bound=config.lower_bound,
+        chunk_size=config.chunk_size,
+        cu_seqlens=cu_seqlens,
+        impl=impl,
+    )
+    gate = _project(params.output_gate, x).unflatten(-1, (HV, V))
+    o = gated_rms_norm(o, gate, params.norm, eps=config.norm_eps, impl=impl)
+    return KDAState(conv_state, recurrent_state), F.linear(o.flatten(-2), params.out)
+
+
+def init_kimi_delta_attention(
+    config: KDAConfig,
+    *,
+    generator: torch.Generator | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> KDAParams:
+    """Parameters of one layer, drawn in float32 whatever `dtype` they are kept in.
+
+    Weights are N(0, 1/inputs), the convolution U(-1, 1)/sqrt(W). A_log is log U(1, 16), or 0 with the bounded
+    gate; dt_bias the inverse softplus of a log-uniform draw from [1e-3, 0.1], at least 1e-4. The convolution,
+    A_log and dt_bias stay float32 (float64 where dtype is).
+    """
+    D, H, HV, K, V, W, P = (getattr(config, letter) for letter in "D H HV K V W P".split())
+    wide = torch.promote_types(dtype, torch.float32)
+
+    def weight(outputs: int, inputs: int) -> Tensor:
+        return normal_weight(outputs, inputs, generator=generator, dtype=dtype, device=device)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator, dtype=torch.float32, device=device)
+
+    def low_rank(outputs: int, rank: int) -> LowRank:
+        return LowRank(weight(rank, D), weight(outputs, rank), torch.zeros(0, dtype=dtype, device=device))
+
+    dt = torch.exp(math.log(1e-3) + uniform(HV * K) * math.log(0.1 / 1e-3)).clamp(min=1e-4)
+    A = 1 + 15 * uniform(HV)
+    return KDAParams(
+        qkv=weight(P, D),
+        conv=((2 * uniform(P, W) - 1) * W**-0.5).to(wide),
+        decay=low_rank(HV * K, K),
+        A_log=(A.log() if config.lower_bound is None else torch.zeros_like(A)).to(wide),
+        dt_bias=(dt + torch.log(-torch.expm1(-dt))).to(wide),
+        beta=weight(HV, D),
+        output_gate=low_rank(HV * V, V) if config.output_gate == "low_rank" else weight(HV * V, D),
+        norm=torch.ones(V, dtype=dtype, device=device),
+        out=weight(D, HV * V),
+    )
+
+
+def init_state(
+    config: KDAConfig,
+    batch_shape: tuple[int, ...] = (),
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> KDAState:
+    """The state before the first token: zeros. `dtype` is the layer's; the memory is float32 at least."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return KDAState(
+        torch.zeros(*batch_shape, config.W - 1, config.P, dtype=dtype, device=device),
+        torch.zeros(*batch_shape, config.HV, config.K, config.V, dtype=wide, device=device),
+    )
+
+
+def _project(params: LowRank | Tensor, x: Tensor) -> Tensor:
+    if isinstance(params, Tensor):
+        return F.linear(x, params)
+    bias = params.bias if params.bias.numel() else None
+    return F.linear(F.linear(x, params.down), params.up, bias)
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _check_layer(
+    params: KDAParams, state: KDAState, x: Tensor, config: KDAConfig, cu_seqlens: CuSeqlens | None
+) -> None:
+    """That params, state, x and config belong together; the primitives check what they are given."""
+    caller = "kimi_delta_attention"
+    if not isinstance(params, KDAParams) or not isinstance(state, KDAState):
+        given = f"{type(params).__name__} and {type(state).__name__}"
+        raise TypeError(f"{caller}: params and state must be KDAParams and KDAState, got {given}")
+    D, HV, K, V, W, P = (getattr(config, letter) for letter in "D HV K V W P".split())
+    if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[-1] != D:
+        given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{caller}: x has shape {given}, expected [*B T D] with D={D}")
+    N = () if cu_seqlens is None else (len(cu_seqlens) - 1,)
+    rows = *x.shape[:-2], *N
+    no_A_log = config.lower_bound is not None and params.A_log.shape == (0,)
+    expected = {
+        "state.conv_state": (state.conv_state, (*rows, W - 1, P)),
+        "state.recurrent_state": (state.recurrent_state, (*rows, HV, K, V)),
+        "params.qkv": (params.qkv, (P, D)),
+        "params.conv": (params.conv, (P, W)),
+        "params.A_log": (params.A_log, (0 if no_A_log else HV,)),
+        "params.dt_bias": (params.dt_bias, (HV * K,)),
+        "params.beta": (params.beta, (HV, D)),
+        "params.norm": (params.norm, (V,)),
+        "params.out": (params.out, (D, HV * V)),
+        **_projection("params.decay", params.decay, HV * K, D),
+        **_projection("params.output_gate", params.output_gate, HV * V, D),
+    }
+    _check.floating(caller, {"x": x, **{name: tensor for name, (tensor, _) in expected.items()}})
+    for name, (tensor, shape) in expected.items():
+        if tensor.shape != shape:
+            raise ValueError(f"{caller}: {name} has shape {tuple(tensor.shape)}, expected {shape}")
+    _check.same_dtype(caller, {"x": x, "params.qkv": params.qkv, "state.conv_state": state.conv_state})
+    if isinstance(params.output_gate, LowRank) != (config.output_gate == "low_rank"):
+        given = type(params.output_gate).__name__
+        raise ValueError(f"{caller}: params.output_gate is {given}, config says {config.output_gate!r}")
+
+
+def _projection(
+    name: str, params: LowRank | Tensor, outputs: int, D: int
+) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
+    if not isinstance(params, LowRank):
+        return {name: (params, (outputs, D))}
+    R = params.down.shape[0]
+    return {
+        f"{name}.down": (params.down, (R, D)),
+        f"{name}.up": (params.up, (outputs, R)),
+        f"{name}.bias": (params.bias, (outputs if params.bias.numel() else 0,)),
+    }

@@ -1,0 +1,178 @@
+"""Kimi Delta Attention: a linear-attention memory with a decay per channel and a delta-rule write.
+
+    S_t = diag(exp(g_t)) S_{t-1} + k_t d_t^T          d_t = beta_t (v_t - (diag(exp(g_t)) S_{t-1})^T k_t)
+    o_t = scale S_t^T q_t
+
+    q, k [*B T H K]   v [*B T HV V]   g [*B T HV K]   beta [*B T HV]   state [*B HV K V]   o [*B T HV V]
+
+`reference.py` is this recurrence, `fallback.py` its chunked form.
+Source: Kimi Linear, arXiv:2510.26692.
+"""
+
+from __future__ import annotations
+
+from kda_fn import _check, ragged
+from kda_fn.primitives._primitive import Primitive
+from kda_fn.primitives.kda import fallback, reference
+from kda_fn.types import CuSeqlens, Float, Impl, Tensor
+
+__all__ = ["kda", "kda_step"]
+
+
+def _check_kda(
+    initial_state: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None,
+    lower_bound: float | None,
+    chunk_size: int,
+    cu_seqlens: CuSeqlens | None,
+) -> None:
+    specs = {
+        "q": (q, "*B T H K"),
+        "k": (k, "*B T H K"),
+        "v": (v, "*B T HV V"),
+        "g": (g, "*B T HV K"),
+        "beta": (beta, "*B T HV"),
+        "initial_state": (initial_state, "*B HV K V" if cu_seqlens is None else "*B N HV K V"),
+    }
+    _check_tensors("kda", specs)
+    if cu_seqlens is not None:
+        ragged.check_packing(
+            "kda", cu_seqlens, T=q.shape[-3], N=initial_state.shape[-4], state_name="initial_state"
+        )
+    _check.promised_bound("kda", lower_bound)
+    _check.power_of_two("kda", "chunk_size", chunk_size)
+
+
+def _check_step(
+    state: Tensor,
+    q_t: Tensor,
+    k_t: Tensor,
+    v_t: Tensor,
+    g_t: Tensor,
+    beta_t: Tensor,
+    *,
+    scale: float | None,
+) -> None:
+    specs = {
+        "q_t": (q_t, "*B H K"),
+        "k_t": (k_t, "*B H K"),
+        "v_t": (v_t, "*B HV V"),
+        "g_t": (g_t, "*B HV K"),
+        "beta_t": (beta_t, "*B HV"),
+        "state": (state, "*B HV K V"),
+    }
+    _check_tensors("kda_step", specs)
+
+
+def _check_tensors(caller: str, specs: dict[str, tuple[Tensor, str]]) -> None:
+    """The order of `specs` is q, k, v, g, beta, state."""
+    tensors = {name: x for name, (x, _) in specs.items()}
+    _check.floating(caller, tensors)
+    _check.same_dtype(caller, dict(list(tensors.items())[:3]))
+    _check.state_dtype(caller, tensors)
+    _check.multiple_heads(caller, _check.shapes(caller, specs))
+
+
+_KDA = Primitive("kda", check=_check_kda, reference=reference.kda, fallback=fallback.kda)
+_KDA_STEP = Primitive("kda_step", check=_check_step, reference=reference.kda_step, fallback=fallback.kda_step)
+
+
+@_KDA.public
+def kda(
+    initial_state: Float[Tensor, "*S HV K V"],
+    q: Float[Tensor, "*B T H K"],
+    k: Float[Tensor, "*B T H K"],
+    v: Float[Tensor, "*B T HV V"],
+    g: Float[Tensor, "*B T HV K"],
+    beta: Float[Tensor, "*B T HV"],
+    *,
+    scale: float | None = None,
+    lower_bound: float | None = None,
+    chunk_size: int = 64,
+    cu_seqlens: CuSeqlens | None = None,
+    impl: Impl | None = None,
+) -> tuple[Float[Tensor, "*S HV K V"], Float[Tensor, "*B T HV V"]]:
+    """Kimi Delta Attention over T tokens, T >= 0, from an explicit state to the next.
+
+        S_t = diag(exp(g_t)) S_{t-1} + k_t d_t^T      d_t = beta_t (v_t - (diag(exp(g_t)) S_{t-1})^T k_t)
+        o_t = scale S_t^T q_t
+
+    Splitting the sequence anywhere and threading the state gives the result of the whole.
+
+    Parameters
+    ----------
+    initial_state : S_0 [*B HV K V], float32, or float64 as it must be beside float64 inputs. With
+        cu_seqlens [*B N HV K V].
+    q, k : [*B T H K], one dtype with v; usually l2-normalised (`l2_norm`).
+    v : [*B T HV V]. HV is a multiple of H: query and key head h serves the HV/H value heads that follow
+        h*HV/H.
+    g : [*B T HV K], log decay in natural units, usually <= 0 (`kda_gate`). -inf forgets exactly; growth
+        (g > 0) is served as far as the arithmetic's range.
+    beta : [*B T HV], after its sigmoid: in [0, 1], or [0, 2] with negative eigenvalues.
+    scale : K**-0.5 unless given.
+    lower_bound : a promise that lower_bound <= g <= 0, in [-5, 0). A kernel may use a faster form under
+        it. The reference and the fallback are exact at any decay and do not need it.
+    chunk_size : tokens per chunk where the implementation is chunked, a power of two. It changes
+        speed and rounding only.
+    cu_seqlens : [N+1], T then holds N packed sequences (`kda_fn.ragged`), independent of each other.
+    impl : None picks the best implementation that serves the call; a name insists (`explain`).
+
+    Returns
+    -------
+    final_state, o : the state after the last token, a new tensor in initial_state's dtype, and
+        [*B T HV V] in v's dtype. The arithmetic is in the state's dtype.
+
+    Raises
+    ------
+    ValueError, TypeError : shapes, dtypes, devices or offsets that do not fit, before any work.
+    NotImplementedError : a named impl that cannot serve the call.
+
+    Source: Kimi Linear, arXiv:2510.26692.
+    """
+    return _KDA(
+        impl,
+        initial_state,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        lower_bound=lower_bound,
+        chunk_size=chunk_size,
+        cu_seqlens=cu_seqlens,
+    )
+
+
+@_KDA_STEP.public
+def kda_step(
+    state: Float[Tensor, "*B HV K V"],
+    q_t: Float[Tensor, "*B H K"],
+    k_t: Float[Tensor, "*B H K"],
+    v_t: Float[Tensor, "*B HV V"],
+    g_t: Float[Tensor, "*B HV K"],
+    beta_t: Float[Tensor, "*B HV"],
+    *,
+    scale: float | None = None,
+    impl: Impl | None = None,
+) -> tuple[Float[Tensor, "*B HV K V"], Float[Tensor, "*B HV V"]]:
+    """One token of Kimi Delta Attention: `kda` at T = 1, without the time axis.
+
+        S' = diag(exp(g_t)) S + k_t d_t^T             d_t = beta_t (v_t - (diag(exp(g_t)) S)^T k_t)
+        o_t = scale S'^T q_t
+
+    Parameters, dtypes and errors are those of `kda`.
+
+    Returns
+    -------
+    state, o_t : S', a new tensor, and [*B HV V] in v_t's dtype.
+
+    Source: Kimi Linear, arXiv:2510.26692.
+    """
+    return _KDA_STEP(impl, state, q_t, k_t, v_t, g_t, beta_t, scale=scale)

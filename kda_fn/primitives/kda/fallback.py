@@ -1,0 +1,282 @@
+"""The chunked form of KDA in pure torch: fast, exact at any decay, usable under every transform.
+
+Inside a chunk let D(j -> i) be the decay from token j to token i, per channel: the product of exp(g_t) over
+j < t <= i. With the chunk's inputs stacked as rows,
+
+    L_ij = beta_i Σ_c k_ic k_jc D_c(j -> i)     for j < i, else 0
+    A_ij = Σ_c q_ic k_jc D_c(j -> i)            for j <= i, else 0
+    d    = (I + L)^-1 beta (v - (k · D(start -> .)) S)
+    o    = scale ((q · D(start -> .)) S + A d)
+    S'   = diag(D(start -> end)) S + (k · D(. -> end))^T d
+
+which is the recurrence solved for all d of the chunk at once.
+
+Two choices make it safe without a promise on g. Decays are products of exp(g), never exponentials of sums,
+differences or quotients of them: nothing overflows unless the recurrence does, exp(-inf) is a plain zero,
+and a token after a very strong decay loses no digits to it. And a chunk is halved again and again: every pair
+(j, i) is split by exactly one boundary, D(j -> i) = D(j -> boundary) D(boundary -> i) is a product of two
+factors that each depend on one side alone, and so each level is one matrix product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from kda_fn import ragged
+from kda_fn.types import CuSeqlens, Float, Tensor
+
+__all__ = ["kda", "kda_step"]
+
+WORKING_SET = 2**20
+"""Bytes of one tensor of the chunks that are worked on together: what stays in a processor's cache."""
+
+
+def kda_step(
+    state: Float[Tensor, "*B HV K V"],
+    q_t: Float[Tensor, "*B H K"],
+    k_t: Float[Tensor, "*B H K"],
+    v_t: Float[Tensor, "*B HV V"],
+    g_t: Float[Tensor, "*B HV K"],
+    beta_t: Float[Tensor, "*B HV"],
+    *,
+    scale: float | None = None,
+) -> tuple[Float[Tensor, "*B HV K V"], Float[Tensor, "*B HV V"]]:
+    # The chunked form at C = 1: it passes over the state twice, once to read and once to write.
+    H, K = q_t.shape[-2:]
+    q, k = (x.to(state.dtype).unsqueeze(-2) for x in (q_t, k_t))  # *B H 1 K
+    v, g, beta, S = (
+        x.to(state.dtype).unflatten(axis, (H, -1))  # *B H G ..
+        for x, axis in ((v_t, -2), (g_t, -2), (beta_t.unsqueeze(-1), -2), (state, -3))
+    )
+    decay = g.exp()
+    read = torch.stack([k * decay, q * decay], -2)  # *B H G 2 K
+    recalled, seen = _matmul(read, S).unbind(-2)
+    d = beta * (v - recalled)
+    o = (K**-0.5 if scale is None else scale) * (seen + (q * k).sum(-1, keepdim=True) * d)
+    S = torch.addcmul(k.unsqueeze(-1) * d.unsqueeze(-2), decay.unsqueeze(-1), S)
+    return S.flatten(-4, -3), o.flatten(-3, -2).to(v_t.dtype)
+
+
+def kda(
+    initial_state: Float[Tensor, "*S HV K V"],
+    q: Float[Tensor, "*B T H K"],
+    k: Float[Tensor, "*B T H K"],
+    v: Float[Tensor, "*B T HV V"],
+    g: Float[Tensor, "*B T HV K"],
+    beta: Float[Tensor, "*B T HV"],
+    *,
+    scale: float | None = None,
+    lower_bound: float | None = None,
+    chunk_size: int = 64,
+    cu_seqlens: CuSeqlens | None = None,
+) -> tuple[Float[Tensor, "*S HV K V"], Float[Tensor, "*B T HV V"]]:
+    T = q.shape[-3]
+    if T == 0:
+        return initial_state.clone(), v.clone()
+    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
+    inputs = q, k, v, g, beta.unsqueeze(-1)
+
+    if cu_seqlens is None:
+        C = _chunk_length(T, chunk_size)
+        state, o = _kda_chunks(initial_state.unsqueeze(0), *inputs, active=[1] * -(-T // C), C=C, scale=scale)
+        return state.squeeze(0), o.narrow(-3, 0, T) if T % C == 0 else o.narrow(-3, 0, T).clone()
+
+    # Sequences of like length go together, chunk by chunk, and each is computed as it would be alone.
+    states, outputs, state_rows, output_rows = [], [], [], []
+    padded = [ragged.append_zero_row(x, -3) for x in inputs]
+    initial_states = initial_state.movedim(-4, 0)
+    for group in _groups(ragged.offsets(cu_seqlens), chunk_size, empty_row=T):
+        grouped = (ragged.take(x, group.token_rows, -3) for x in padded)
+        state, o = _kda_chunks(
+            ragged.take(initial_states, group.sequences, 0),
+            *grouped,
+            active=group.active,
+            C=group.C,
+            scale=scale,
+        )
+        states.append(state)
+        outputs.append(o)
+        state_rows += group.sequences
+        output_rows += group.token_rows
+    state_at = {n: row for row, n in enumerate(state_rows)}
+    output_at = {t: row for row, t in enumerate(output_rows)}
+    state = ragged.take(torch.cat(states), [state_at[n] for n in range(len(state_rows))], 0)
+    o = ragged.take(torch.cat(outputs, -3), [output_at[t] for t in range(T)], -3)
+    return state.movedim(0, -4), o
+
+
+class _Group(NamedTuple):
+    """Sequences that are chunked alike, and the order in which their chunks are visited."""
+
+    C: int
+    sequences: list[int]
+    """Longest first, so that those still active at any step come first."""
+    active: list[int]
+    """How many sequences have a chunk at step 0, 1, .."""
+    token_rows: list[int]
+    """The tokens of all chunks in the order of the visit, `empty_row` where a chunk is not full."""
+
+
+def _groups(bounds: tuple[int, ...], chunk_size: int, empty_row: int) -> Iterator[_Group]:
+    lengths = [stop - start for start, stop in pairwise(bounds)]
+    by_chunk_length: dict[int, list[int]] = {}
+    for n, length in enumerate(lengths):
+        by_chunk_length.setdefault(_chunk_length(length, chunk_size), []).append(n)
+    for C, members in by_chunk_length.items():
+        sequences = sorted(members, key=lambda n: -lengths[n])
+        steps = -(-lengths[sequences[0]] // C)
+        active = [sum(lengths[n] > step * C for n in sequences) for step in range(steps)]
+        token_rows = [
+            t if t < bounds[n + 1] else empty_row
+            for step, count in enumerate(active)
+            for n in sequences[:count]
+            for t in range(bounds[n] + step * C, bounds[n] + (step + 1) * C)
+        ]
+        yield _Group(C, sequences, active, token_rows)
+
+
+def _chunk_length(T: int, chunk_size: int) -> int:
+    """A short sequence is one chunk of the next power of two."""
+    return min(chunk_size, 1 << max(T - 1, 0).bit_length())
+
+
+def _kda_chunks(
+    S: Float[Tensor, "N *B HV K V"],
+    q: Float[Tensor, "*B L H K"],
+    k: Float[Tensor, "*B L H K"],
+    v: Float[Tensor, "*B L HV V"],
+    g: Float[Tensor, "*B L HV K"],
+    beta: Float[Tensor, "*B L HV 1"],
+    *,
+    active: list[int],
+    C: int,
+    scale: float,
+) -> tuple[Float[Tensor, "N *B HV K V"], Float[Tensor, "*B nC HV V"]]:
+    """Scans over chunks; at step i the first `active[i]` sequences advance by one chunk each."""
+    dtype, H = S.dtype, q.shape[-2]
+    S = S.unflatten(-3, (H, -1))  # N *B H G K V
+    finished, outputs = [], []
+    start = 0
+    for counts in _portions(active, S[0].numel() // S.shape[-2] * C * S.element_size()):
+        stop = min(start + sum(counts) * C, q.shape[-3])
+        portion = (x.narrow(-3, start, stop - start) for x in (q, k, v, g, beta))
+        chunks = _chunk_terms(*(_to_chunks(x, C, H).to(dtype) for x in portion), scale=scale)
+        for count, chunk in zip(counts, zip(*(x.split(counts) for x in chunks), strict=True), strict=True):
+            k_in, k_out, q_in, v_c, decay, solve, A = chunk
+            finished.append(S[count:])
+            S = S[:count]
+            d = _matmul(solve, v_c - _matmul(k_in, S))
+            outputs.append((_matmul(q_in, S) + _matmul(A, d)).to(v.dtype))
+            S = torch.addcmul(_matmul(k_out.mT, d), decay.mT, S)
+        start = stop
+    states = torch.cat([S, *reversed(finished)])
+    return states.flatten(-4, -3), _from_chunks(torch.cat(outputs))
+
+
+class _Chunks(NamedTuple):
+    """What the scan needs of each chunk; the axes before the last two are n *B H G."""
+
+    k_in: Tensor
+    """k · D(start -> .)   [C K]"""
+    k_out: Tensor
+    """k · D(. -> end)     [C K]"""
+    q_in: Tensor
+    """scale q · D(start -> .)   [C K]"""
+    v: Tensor
+    """[C V]"""
+    decay: Tensor
+    """D(start -> end)     [1 K]"""
+    solve: Tensor
+    """(I + L)^-1 diag(beta)   [C C]"""
+    A: Tensor
+    """scale Σ_c q_ic k_jc D_c(j -> i)   [C C]"""
+
+
+def _chunk_terms(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, scale: float) -> _Chunks:
+    """q, k [n *B H 1 C K], v, g, beta [n *B H G C ..]."""
+    C = q.shape[-2]
+    qk = torch.stack([q * scale, k])
+    # Blocks of m tokens, m = 1, 2, .., C; all have the axes .. C/m m ..
+    from_start = g.exp().unsqueeze(-2)
+    to_end = torch.ones_like(from_start)
+    solve = torch.ones_like(beta).unsqueeze(-1)
+    A = (qk[0] * k).sum(-1, keepdim=True).expand_as(beta).unsqueeze(-1)
+    m = 1
+    while m < C:
+        (first_from, second_from), (first_to, second_to) = _halves(from_start), _halves(to_end)
+        rows = qk.unflatten(-2, (-1, 2, m)).select(-3, 1) * second_from
+        columns = k.unflatten(-2, (-1, 2, m)).select(-3, 0) * first_to
+        A_corner, L_corner = _inner_products(rows, columns)
+        L_corner = L_corner * beta.unflatten(-2, (-1, 2, m)).select(-3, 1)
+
+        first_solve, second_solve = _halves(solve)
+        corner = -_matmul(_matmul(second_solve, L_corner), first_solve)
+        solve = _lower_blocks(first_solve, corner, second_solve)
+        first_A, second_A = _halves(A)
+        A = _lower_blocks(first_A, A_corner, second_A)
+
+        through_first, through_second = first_from[..., -1:, :], second_from[..., -1:, :]
+        from_start = torch.cat([first_from, second_from * through_first], -2)
+        to_end = torch.cat([first_to * through_second, second_to], -2)
+        m *= 2
+    from_start, to_end, solve, A = (x.squeeze(-3) for x in (from_start, to_end, solve, A))
+    q_in, k_in = (qk * from_start).unbind(0)
+    return _Chunks(k_in, k * to_end, q_in, v, from_start[..., -1:, :], solve * beta.mT, A)
+
+
+def _halves(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """[.. 2n m ..] -> the first and the second block of each pair, [.. n m ..]."""
+    first, second = blocks.unflatten(-3, (-1, 2)).unbind(-3)
+    return first, second
+
+
+def _lower_blocks(first: Tensor, corner: Tensor, second: Tensor) -> Tensor:
+    """[[first, 0], [corner, second]]"""
+    top = F.pad(first, (0, corner.shape[-1]))
+    return torch.cat([top, torch.cat([corner, second], -1)], -2)
+
+
+def _inner_products(rows: Tensor, columns: Tensor) -> Tensor:
+    """rows columns^T; matrices of one or two rows are quicker by elementwise products."""
+    if rows.shape[-2] > 2:
+        return _matmul(rows, columns.mT)
+    return (rows.unsqueeze(-2) * columns.unsqueeze(-3)).sum(-1)
+
+
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b; no matrix's result depends, to the bit, on how many others it is batched with."""
+    if a.shape[:-2].numel() == b.shape[:-2].numel() == 1:
+        # BLAS takes another route for a single matrix than for a batch.
+        return (torch.stack([a, a]) @ torch.stack([b, b]))[0]
+    return a @ b
+
+
+def _portions(active: Iterable[int], chunk_bytes: int) -> Iterator[list[int]]:
+    """Cuts the steps into runs whose chunks fit the working set, at least one step each."""
+    portion: list[int] = []
+    for count in active:
+        if portion and (sum(portion) + count) * chunk_bytes > WORKING_SET:
+            yield portion
+            portion = []
+        portion.append(count)
+    if portion:
+        yield portion
+
+
+def _to_chunks(x: Tensor, C: int, H: int) -> Tensor:
+    """[*B L h F] -> [n *B H G C F], zeros at the end of the last chunk."""
+    short = -x.shape[-3] % C
+    if short:
+        x = F.pad(x, (0, 0, 0, 0, 0, short))
+    x = x.unflatten(-3, (-1, C)).movedim(-4, 0).transpose(-3, -2)
+    return x.unflatten(-3, (H, -1)).contiguous()
+
+
+def _from_chunks(x: Tensor) -> Tensor:
+    """[n *B H G C F] -> [*B nC HG F], the inverse."""
+    return x.flatten(-4, -3).transpose(-3, -2).movedim(0, -4).flatten(-4, -3)

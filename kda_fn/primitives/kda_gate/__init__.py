@@ -1,0 +1,65 @@
+"""The decay gates of KDA: from logits to the log decay g.
+
+softplus gate (Kimi-Linear):   g = -exp(A_log) · softplus(raw + dt_bias)
+bounded gate (Kimi K3):        g = lower_bound · sigmoid(exp(A_log) · (raw + dt_bias))
+
+raw, g [*B HV K]   A_log [HV]   dt_bias [HV*K]      g in natural units of log decay, <= 0
+"""
+
+from __future__ import annotations
+
+from kda_fn import _check
+from kda_fn.primitives._primitive import Primitive
+from kda_fn.primitives.kda_gate import reference
+from kda_fn.types import Float, Impl, Tensor
+
+__all__ = ["kda_gate"]
+
+
+def _check_kda_gate(raw: Tensor, A_log: Tensor, dt_bias: Tensor, *, lower_bound: float | None) -> None:
+    _check.floating("kda_gate", {"raw": raw, "A_log": A_log, "dt_bias": dt_bias})
+    _check.shapes("kda_gate", {"raw": (raw, "*B HV K")})
+    _check.promised_bound("kda_gate", lower_bound)
+    HV, K = raw.shape[-2:]
+    absent = lower_bound is not None and A_log.shape == (0,)
+    if A_log.shape != (HV,) and not absent:
+        fits = f"[HV] = ({HV},)" + ("" if lower_bound is None else ", or (0,) for a factor of 1")
+        raise ValueError(f"kda_gate: A_log has shape {tuple(A_log.shape)}, expected {fits}")
+    if dt_bias.shape != (HV * K,):
+        raise ValueError(f"kda_gate: dt_bias has shape {tuple(dt_bias.shape)}, expected [HV*K] = ({HV * K},)")
+
+
+_KDA_GATE = Primitive("kda_gate", check=_check_kda_gate, reference=reference.kda_gate)
+
+
+@_KDA_GATE.public
+def kda_gate(
+    raw: Float[Tensor, "*B HV K"],
+    A_log: Float[Tensor, " HV_or_0"],
+    dt_bias: Float[Tensor, " HV*K"],
+    *,
+    lower_bound: float | None = None,
+    impl: Impl | None = None,
+) -> Float[Tensor, "*B HV K"]:
+    """The log decay g <= 0 of every channel.
+
+        g = -exp(A_log) · softplus(raw + dt_bias)                     lower_bound is None
+        g = lower_bound · sigmoid(exp(A_log) · (raw + dt_bias))       otherwise
+
+    Parameters
+    ----------
+    raw : [*B HV K], logits in any floating dtype. Time is one of the batch axes.
+    A_log : [HV], log of each head's rate. With the bounded gate it may have shape [0]: a factor of 1.
+        Its exponential is capped where the dtype ends.
+    dt_bias : [HV*K].
+    lower_bound : in [-5, 0) for the bounded gate.
+
+    Returns
+    -------
+    g : [*B HV K], float32 (float64 for float64 inputs), natural-log units per token.
+
+    Raises ValueError or TypeError for an argument that does not fit, NotImplementedError for a named impl
+    that cannot serve.
+    Source: Kimi Linear, arXiv:2510.26692 (softplus).
+    """
+    return _KDA_GATE(impl, raw, A_log, dt_bias, lower_bound=lower_bound)

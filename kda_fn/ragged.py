@@ -1,0 +1,109 @@
+"""Packed sequences: N sequences of different lengths laid end to end on the T axis.
+
+    cu_seqlens = [0, L_0, L_0 + L_1, .., T]        [N+1] integers, nondecreasing; empty sequences are fine
+
+Sequence n occupies `x[.., cu_seqlens[n] : cu_seqlens[n+1], ..]`, and its state is row n of the N axis that
+states have after their batch axes. `cu_seqlens` is an integer tensor, or a tuple of ints where the
+lengths are static (then nothing is read back from a device, and torch.compile sees constants).
+
+    pack    [*B N Tmax ..] -> [*B T ..]            pad    [*B T ..] -> [*B N Tmax ..]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+
+from kda_fn.types import CuSeqlens, Tensor
+
+__all__ = ["check_packing", "cu_seqlens_of", "lengths_of", "offsets", "pack", "pad"]
+
+
+def offsets(cu_seqlens: CuSeqlens, T: int | None = None) -> tuple[int, ...]:
+    """`cu_seqlens` as checked Python ints; if T is given they must end there.
+
+    Raises TypeError for what is not integer, ValueError for what is not a one-dimensional, nondecreasing
+    run from 0 to T.
+    """
+    if isinstance(cu_seqlens, Tensor):
+        if cu_seqlens.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
+        if cu_seqlens.ndim != 1:
+            raise ValueError(f"cu_seqlens must have one axis, got shape {tuple(cu_seqlens.shape)}")
+        try:
+            values = tuple(cu_seqlens.tolist())
+        except RuntimeError as error:
+            raise ValueError("cu_seqlens must not be mapped by vmap: every row shares one packing") from error
+    else:
+        values = tuple(cu_seqlens)
+        if not all(isinstance(value, int) for value in values):
+            raise TypeError(f"cu_seqlens must hold integers, got {values}")
+    if len(values) < 2:
+        raise ValueError(f"cu_seqlens must hold N+1 offsets for N >= 1 sequences, got {list(values)}")
+    if values[0] != 0:
+        raise ValueError(f"cu_seqlens must start at 0, it starts at {values[0]}")
+    for n, (start, stop) in enumerate(pairwise(values)):
+        if stop < start:
+            raise ValueError(f"cu_seqlens must not decrease, got {start}, {stop} at sequence {n}")
+    if T is not None and values[-1] != T:
+        raise ValueError(f"cu_seqlens must end at T = {T}, it ends at {values[-1]}")
+    return values
+
+
+def check_packing(caller: str, cu_seqlens: CuSeqlens, *, T: int, N: int, state_name: str) -> None:
+    """ValueError unless cu_seqlens covers T tokens with as many sequences as there are states."""
+    sequences = len(offsets(cu_seqlens, T)) - 1
+    if sequences != N:
+        raise ValueError(
+            f"{caller}: {state_name} holds N = {N} states, cu_seqlens describes {sequences} sequences"
+        )
+
+
+def lengths_of(cu_seqlens: CuSeqlens) -> list[int]:
+    """`[L_0, .., L_{N-1}]`."""
+    return [stop - start for start, stop in pairwise(offsets(cu_seqlens))]
+
+
+def cu_seqlens_of(lengths: Sequence[int]) -> tuple[int, ...]:
+    """The inverse of `lengths_of`."""
+    return tuple(accumulate(lengths, initial=0))
+
+
+def pad(x: Tensor, cu_seqlens: CuSeqlens, *, axis: int = 0) -> Tensor:
+    """Packed to padded: `[*B T ..] -> [*B N Tmax ..]`, T at `axis`, zeros after each sequence's end.
+
+    Zeros are exact padding: `g = 0, beta = 0` is KDA's identity token.
+    """
+    axis = axis % x.ndim
+    bounds = offsets(cu_seqlens, x.shape[axis])
+    longest = max(lengths_of(bounds), default=0)
+    empty_row = x.shape[axis]
+    rows = [
+        start + t if start + t < stop else empty_row
+        for start, stop in pairwise(bounds)
+        for t in range(longest)
+    ]
+    return take(append_zero_row(x, axis), rows, axis).unflatten(axis, (len(bounds) - 1, longest))
+
+
+def pack(x: Tensor, cu_seqlens: CuSeqlens, *, axis: int = 0) -> Tensor:
+    """Padded to packed: `[*B N Tmax ..] -> [*B T ..]`, N at `axis`. The inverse of `pad`."""
+    axis = axis % x.ndim
+    lengths = lengths_of(cu_seqlens)
+    N, longest = x.shape[axis], x.shape[axis + 1]
+    if len(lengths) != N or max(lengths, default=0) > longest:
+        raise ValueError(f"pack: x holds {N} sequences of up to {longest}, cu_seqlens says {lengths}")
+    rows = [n * longest + t for n, length in enumerate(lengths) for t in range(length)]
+    return take(x.flatten(axis, axis + 1), rows, axis)
+
+
+def take(x: Tensor, rows: Sequence[int], axis: int) -> Tensor:
+    """`x` at `rows` of `axis`, a new tensor."""
+    return x.index_select(axis, torch.tensor(rows, dtype=torch.int64, device=x.device))
+
+
+def append_zero_row(x: Tensor, axis: int) -> Tensor:
+    """`x` with one row of zeros at the end of `axis`: what padding gathers from."""
+    return torch.cat([x, torch.zeros_like(x.narrow(axis, 0, 1))], axis) if x.shape[axis] else x

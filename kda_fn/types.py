@@ -1,0 +1,167 @@
+"""The letter table, and the types that the whole library speaks.
+
+Letters in shapes, the same in every signature, docstring and comment:
+
+    *B   batch axes, any number of them, also none
+    T    time                              N    packed sequences (see `kda_fn.ragged`)
+    C    chunk_size                        W    width of the short convolution
+    H    query and key heads               HV   value heads, a multiple of H
+    K    head dim of queries and keys      V    head dim of values
+    D    hidden size                       R    rank of a low-rank projection
+    P    channels of the merged q|k|v projection, 2*H*K + HV*V
+
+Annotations such as `Float[Tensor, "*B T H K"]` are jaxtyping's. The library runs without jaxtyping;
+where it is installed, its import hook can check every annotation (the tests do).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from kda_fn import _check
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+else:
+    try:
+        from jaxtyping import Float
+    except ModuleNotFoundError:
+
+        class Float:
+            """Stands in for jaxtyping's `Float`: the annotation is then documentation alone."""
+
+            def __class_getitem__(cls, _):
+                return Tensor
+
+
+__all__ = [
+    "Activation",
+    "CuSeqlens",
+    "Float",
+    "Impl",
+    "KDAConfig",
+    "KDAParams",
+    "KDAState",
+    "LowRank",
+    "Tensor",
+]
+
+Impl: TypeAlias = Literal["reference", "fallback", "triton", "ascendc"]
+Activation: TypeAlias = Literal["sigmoid", "silu"]
+CuSeqlens: TypeAlias = Tensor | Sequence[int]
+
+
+class KDAState(NamedTuple):
+    """Everything a KDA layer remembers of the tokens it has seen.
+
+    With packed sequences each field has one more axis, N, after the batch axes.
+    """
+
+    conv_state: Float[Tensor, "*B W-1 P"]
+    """The last W-1 inputs of the short convolution, oldest first, in the layer's dtype."""
+    recurrent_state: Float[Tensor, "*B HV K V"]
+    """The associative memory: float32, or float64 for float64 inputs."""
+
+
+class LowRank(NamedTuple):
+    """A projection `x -> up (down x) + bias` through R channels."""
+
+    down: Float[Tensor, "R D"]
+    up: Float[Tensor, "O R"]
+    bias: Float[Tensor, " O_or_0"]
+    """Shape [0] where there is none."""
+
+
+class KDAParams(NamedTuple):
+    """The parameters of one KDA layer (`kda_fn.kimi_delta_attention`). Weights are [out, in]."""
+
+    qkv: Float[Tensor, "P D"]
+    """The three projections merged, q above k above v."""
+    conv: Float[Tensor, "P W"]
+    """One filter for every channel of q|k|v, oldest tap first, float32."""
+    decay: LowRank
+    """Logits of the decay, D -> R -> HV*K."""
+    A_log: Float[Tensor, " HV_or_0"]
+    """float32. Shape [0] stands for a factor of 1, which only the bounded gate allows."""
+    dt_bias: Float[Tensor, " HV*K"]
+    """float32."""
+    beta: Float[Tensor, "HV D"]
+    output_gate: LowRank | Float[Tensor, "HV*V D"]
+    """Low rank (Kimi-Linear) or one full matrix (Kimi K3)."""
+    norm: Float[Tensor, " V"]
+    """Weight of the gated RMS norm, shared by all heads."""
+    out: Float[Tensor, "D HV*V"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KDAConfig:
+    """The sizes and choices of one KDA layer: static, hashable, holds no tensor.
+
+    num_v_heads, head_v_dim   default to num_heads and head_dim
+    lower_bound               None: softplus gate (Kimi-Linear). In [-5, 0): bounded gate (Kimi K3)
+    output_gate               "low_rank" (Kimi-Linear) or "full_rank" (Kimi K3)
+    allow_neg_eigval          beta in (0, 2) instead of (0, 1): the state's transition may also reflect
+    """
+
+    hidden_size: int
+    num_heads: int
+    head_dim: int
+    num_v_heads: int | None = None
+    head_v_dim: int | None = None
+    conv_size: int = 4
+    lower_bound: float | None = None
+    output_gate: Literal["low_rank", "full_rank"] = "low_rank"
+    allow_neg_eigval: bool = False
+    norm_eps: float = 1e-5
+    chunk_size: int = 64
+
+    def __post_init__(self) -> None:
+        sizes = {letter: getattr(self, letter) for letter in "D H HV K V W".split()}
+        for letter, size in sizes.items():
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"KDAConfig: {letter} must be a positive integer, got {size!r}")
+        if self.HV % self.H:
+            raise ValueError(
+                f"KDAConfig: num_v_heads must be a multiple of num_heads, got {self.HV} and {self.H}"
+            )
+        _check.promised_bound("KDAConfig", self.lower_bound)
+        _check.one_of("KDAConfig", "output_gate", self.output_gate, ("low_rank", "full_rank"))
+        _check.power_of_two("KDAConfig", "chunk_size", self.chunk_size)
+
+    # The sizes by their letters.
+
+    @property
+    def D(self) -> int:
+        return self.hidden_size
+
+    @property
+    def H(self) -> int:
+        return self.num_heads
+
+    @property
+    def HV(self) -> int:
+        return self.num_heads if self.num_v_heads is None else self.num_v_heads
+
+    @property
+    def K(self) -> int:
+        return self.head_dim
+
+    @property
+    def V(self) -> int:
+        return self.head_dim if self.head_v_dim is None else self.head_v_dim
+
+    @property
+    def W(self) -> int:
+        return self.conv_size
+
+    @property
+    def P(self) -> int:
+        return 2 * self.H * self.K + self.HV * self.V
+
+
+torch.serialization.add_safe_globals([KDAState, KDAParams, LowRank])
