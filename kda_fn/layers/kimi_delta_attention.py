@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from kda_fn import _check
 from kda_fn.layers.mlp import normal_weight
+from kda_fn.primitives._activations import sigmoid
 from kda_fn.primitives.causal_conv1d import causal_conv1d
 from kda_fn.primitives.gated_rms_norm import gated_rms_norm
 from kda_fn.primitives.kda import kda
@@ -70,7 +71,7 @@ def kimi_delta_attention(
 
     raw = _project(params.decay, x).unflatten(-1, (HV, K))
     g = kda_gate(raw, params.A_log, params.dt_bias, lower_bound=config.lower_bound, impl=impl)
-    beta = torch.sigmoid(_at_least_float32(F.linear(x, params.beta)))
+    beta = sigmoid(_at_least_float32(F.linear(x, params.beta)))
     beta = 2 * beta if config.allow_neg_eigval else beta
 
     recurrent_state, o = kda(
@@ -103,7 +104,7 @@ def init_kimi_delta_attention(
     gate; dt_bias the inverse softplus of a log-uniform draw from [1e-3, 0.1], at least 1e-4. The convolution,
     A_log and dt_bias stay float32 (float64 where dtype is).
     """
-    D, H, HV, K, V, W, P = (getattr(config, letter) for letter in "D H HV K V W P".split())
+    D, HV, K, V, W, P = (getattr(config, letter) for letter in "D HV K V W P".split())
     wide = torch.promote_types(dtype, torch.float32)
 
     def weight(outputs: int, inputs: int) -> Tensor:

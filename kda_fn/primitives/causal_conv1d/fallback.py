@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 
 from kda_fn import ragged
+from kda_fn.primitives._activations import silu
 from kda_fn.types import CuSeqlens, Float, Tensor
 
 __all__ = ["causal_conv1d"]
@@ -54,4 +54,4 @@ def _convolve(padded: Tensor, weight: Tensor, bias: Tensor | None, activation: s
         y = torch.addcmul(y, wide.narrow(-2, i, L), taps[i])
     if bias is not None:
         y = y + bias.to(dtype)
-    return (F.silu(y) if activation == "silu" else y).to(padded.dtype)
+    return (silu(y) if activation == "silu" else y).to(padded.dtype)

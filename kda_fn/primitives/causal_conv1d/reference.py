@@ -7,9 +7,9 @@ y_t      = act(Σ_i weight[:, i] window_t[i] + bias)
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from kda_fn import ragged
+from kda_fn.primitives._activations import silu
 from kda_fn.scan import scan
 from kda_fn.types import CuSeqlens, Float, Tensor
 
@@ -38,12 +38,12 @@ def causal_conv1d(
 
     dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
 
+    b = weight.new_zeros((), dtype=dtype) if bias is None else bias.to(dtype)
+
     def step(state: Tensor, x_t: Tensor) -> tuple[Tensor, Tensor]:
         window = torch.cat([state, x_t.unsqueeze(-2)], -2)
-        y = (window.to(dtype) * weight.mT.to(dtype)).sum(-2)
-        if bias is not None:
-            y = y + bias.to(dtype)
-        y = F.silu(y) if activation == "silu" else y
+        y = sum((window[..., i, :].to(dtype) * weight[:, i].to(dtype) for i in range(weight.shape[-1])), b)
+        y = silu(y) if activation == "silu" else y
         return window[..., 1:, :], y.to(x.dtype)
 
     state, y = scan(step, conv_state, x.movedim(-2, 0))

@@ -6,8 +6,8 @@ y = x · rsqrt(mean(x²) + eps) · weight · act(gate)
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
+from kda_fn.primitives._activations import sigmoid, silu
 from kda_fn.types import Activation, Float, Tensor
 
 __all__ = ["gated_rms_norm", "residual_gated_rms_norm"]
@@ -47,4 +47,4 @@ def _normed_and_gated(
     y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
         y = y * weight.to(y.dtype)
-    return y * (torch.sigmoid(gate) if activation == "sigmoid" else F.silu(gate))
+    return y * (sigmoid(gate) if activation == "sigmoid" else silu(gate))

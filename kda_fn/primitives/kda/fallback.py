@@ -47,19 +47,18 @@ def kda_step(
     scale: float | None = None,
 ) -> tuple[Float[Tensor, "*B HV K V"], Float[Tensor, "*B HV V"]]:
     # The chunked form at C = 1: it passes over the state twice, once to read and once to write.
-    H, K = q_t.shape[-2:]
-    q, k = (x.to(state.dtype).unsqueeze(-2) for x in (q_t, k_t))  # *B H 1 K
-    v, g, beta, S = (
-        x.to(state.dtype).unflatten(axis, (H, -1))  # *B H G ..
-        for x, axis in ((v_t, -2), (g_t, -2), (beta_t.unsqueeze(-1), -2), (state, -3))
-    )
+    H, K, V = *q_t.shape[-2:], v_t.shape[-1]
+    dtype = state.dtype
+    q, k = (_align(x).to(dtype).unsqueeze(-2) for x in (q_t, k_t))  # *B H 1 K
+    v, g = (_align(x).to(dtype).unflatten(-2, (H, -1)) for x in (v_t, g_t))  # *B H G ..
+    beta = beta_t.to(dtype).unflatten(-1, (H, -1)).unsqueeze(-1)
+    S = _align(state, 2).unflatten(-3, (H, -1))
     decay = g.exp()
-    read = torch.stack([k * decay, q * decay], -2)  # *B H G 2 K
-    recalled, seen = _matmul(read, S).unbind(-2)
+    recalled, seen = _matmul(torch.stack([k * decay, q * decay], -2), S).unbind(-2)
     d = beta * (v - recalled)
     o = (K**-0.5 if scale is None else scale) * (seen + (q * k).sum(-1, keepdim=True) * d)
     S = torch.addcmul(k.unsqueeze(-1) * d.unsqueeze(-2), decay.unsqueeze(-1), S)
-    return S.flatten(-4, -3), o.flatten(-3, -2).to(v_t.dtype)
+    return _cut(S.flatten(-4, -3), K, V), _cut(o.flatten(-3, -2).to(v_t.dtype), V)
 
 
 def kda(
@@ -75,39 +74,51 @@ def kda(
     chunk_size: int = 64,
     cu_seqlens: CuSeqlens | None = None,
 ) -> tuple[Float[Tensor, "*S HV K V"], Float[Tensor, "*B T HV V"]]:
-    T = q.shape[-3]
+    (T, _, K), V = q.shape[-3:], v.shape[-1]
     if T == 0:
         return initial_state.clone(), v.clone()
-    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
-    inputs = q, k, v, g, beta.unsqueeze(-1)
-
-    if cu_seqlens is None:
+    scale = float(K**-0.5) if scale is None else scale
+    S = _align(initial_state, 2)
+    inputs = _align(q), _align(k), _align(v), _align(g), beta.unsqueeze(-1)
+    if cu_seqlens is not None:
+        S, o = _kda_packed(S, inputs, ragged.offsets(cu_seqlens), chunk_size, scale)
+    else:
         C = _chunk_length(T, chunk_size)
-        state, o = _kda_chunks(initial_state.unsqueeze(0), *inputs, active=[1] * -(-T // C), C=C, scale=scale)
-        return state.squeeze(0), o.narrow(-3, 0, T) if T % C == 0 else o.narrow(-3, 0, T).clone()
+        S, o = _kda_chunks(S.unsqueeze(0), *inputs, active=[1] * -(-T // C), C=C, scale=scale)
+        S = S.squeeze(0)
+    return _cut(S, K, V), _cut(o, T, o.shape[-2], V)
 
-    # Sequences of like length go together, chunk by chunk, and each is computed as it would be alone.
-    states, outputs, state_rows, output_rows = [], [], [], []
+
+def _kda_packed(
+    S: Float[Tensor, "*B N HV K V"],
+    inputs: tuple[Tensor, ...],
+    bounds: tuple[int, ...],
+    chunk_size: int,
+    scale: float,
+) -> tuple[Float[Tensor, "*B N HV K V"], Float[Tensor, "*B T HV V"]]:
+    """Sequences of like length go together; each is computed as it would be alone."""
+    S, T = S.movedim(-4, 0), bounds[-1]
     padded = [ragged.append_zero_row(x, -3) for x in inputs]
-    initial_states = initial_state.movedim(-4, 0)
-    for group in _groups(ragged.offsets(cu_seqlens), chunk_size, empty_row=T):
-        grouped = (ragged.take(x, group.token_rows, -3) for x in padded)
+    empty = [n for n, (start, stop) in enumerate(pairwise(bounds)) if start == stop]
+    states, outputs, sequences, tokens = [ragged.take(S, empty, 0)], [], [*empty], []
+    for group in _groups(bounds, chunk_size, empty_row=T):
         state, o = _kda_chunks(
-            ragged.take(initial_states, group.sequences, 0),
-            *grouped,
+            ragged.take(S, group.sequences, 0),
+            *(ragged.take(x, group.tokens, -3) for x in padded),
             active=group.active,
             C=group.C,
             scale=scale,
         )
         states.append(state)
         outputs.append(o)
-        state_rows += group.sequences
-        output_rows += group.token_rows
-    state_at = {n: row for row, n in enumerate(state_rows)}
-    output_at = {t: row for row, t in enumerate(output_rows)}
-    state = ragged.take(torch.cat(states), [state_at[n] for n in range(len(state_rows))], 0)
-    o = ragged.take(torch.cat(outputs, -3), [output_at[t] for t in range(T)], -3)
-    return state.movedim(0, -4), o
+        sequences += group.sequences
+        tokens += group.tokens
+    state_rows = {n: row for row, n in enumerate(sequences)}
+    token_rows = {t: row for row, t in enumerate(tokens)}
+    return (
+        ragged.take(torch.cat(states).movedim(0, -4), [state_rows[n] for n in range(len(sequences))], -4),
+        ragged.take(torch.cat(outputs, -3), [token_rows[t] for t in range(T)], -3),
+    )
 
 
 class _Group(NamedTuple):
@@ -118,7 +129,7 @@ class _Group(NamedTuple):
     """Longest first, so that those still active at any step come first."""
     active: list[int]
     """How many sequences have a chunk at step 0, 1, .."""
-    token_rows: list[int]
+    tokens: list[int]
     """The tokens of all chunks in the order of the visit, `empty_row` where a chunk is not full."""
 
 
@@ -126,23 +137,24 @@ def _groups(bounds: tuple[int, ...], chunk_size: int, empty_row: int) -> Iterato
     lengths = [stop - start for start, stop in pairwise(bounds)]
     by_chunk_length: dict[int, list[int]] = {}
     for n, length in enumerate(lengths):
-        by_chunk_length.setdefault(_chunk_length(length, chunk_size), []).append(n)
+        if length:
+            by_chunk_length.setdefault(_chunk_length(length, chunk_size), []).append(n)
     for C, members in by_chunk_length.items():
         sequences = sorted(members, key=lambda n: -lengths[n])
         steps = -(-lengths[sequences[0]] // C)
         active = [sum(lengths[n] > step * C for n in sequences) for step in range(steps)]
-        token_rows = [
+        tokens = [
             t if t < bounds[n + 1] else empty_row
             for step, count in enumerate(active)
             for n in sequences[:count]
             for t in range(bounds[n] + step * C, bounds[n] + (step + 1) * C)
         ]
-        yield _Group(C, sequences, active, token_rows)
+        yield _Group(C, sequences, active, tokens)
 
 
 def _chunk_length(T: int, chunk_size: int) -> int:
     """A short sequence is one chunk of the next power of two."""
-    return min(chunk_size, 1 << max(T - 1, 0).bit_length())
+    return min(chunk_size, 1 << (T - 1).bit_length())
 
 
 def _kda_chunks(
@@ -275,6 +287,24 @@ def _to_chunks(x: Tensor, C: int, H: int) -> Tensor:
         x = F.pad(x, (0, 0, 0, 0, 0, short))
     x = x.unflatten(-3, (-1, C)).movedim(-4, 0).transpose(-3, -2)
     return x.unflatten(-3, (H, -1)).contiguous()
+
+
+def _align(x: Tensor, axes: int = 1) -> Tensor:
+    """Zeros up to multiples of 16 on the last axes; such channels leave no trace in KDA.
+
+    BLAS rounds a product by where its matrices start in memory: all of a batch must start alike.
+    """
+    short = [-size % 16 for size in x.shape[-axes:]]
+    return F.pad(x, [end for size in reversed(short) for end in (0, size)]) if any(short) else x
+
+
+def _cut(x: Tensor, *sizes: int) -> Tensor:
+    """The first `sizes` of the last axes, without keeping alive what is cut off."""
+    if x.shape[-len(sizes) :] == sizes:
+        return x
+    for axis, size in enumerate(sizes, -len(sizes)):
+        x = x.narrow(axis, 0, size)
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _from_chunks(x: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 
+from kda_fn.primitives._activations import sigmoid, softplus
 from kda_fn.types import Float, Tensor
 
 __all__ = ["kda_gate"]
@@ -28,5 +28,5 @@ def kda_gate(
     # A finite factor: inf · 0 would be NaN, in the value of one gate and in the gradient of the other.
     factor = A_log.to(dtype).clamp(max=math.log(torch.finfo(dtype).max) - 1).exp().unsqueeze(-1)
     if lower_bound is None:
-        return -factor * F.softplus(shifted, threshold=20)
-    return lower_bound * torch.sigmoid(factor * shifted if A_log.numel() else shifted)
+        return -factor * softplus(shifted)
+    return lower_bound * sigmoid(factor * shifted if A_log.numel() else shifted)

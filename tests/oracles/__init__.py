@@ -1,0 +1,1 @@
+"""Independent definitions that the library's results are compared with."""
