@@ -6,14 +6,23 @@ every transform, so the messages are the same there.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 __all__ = [
     "Sizes",
+    "exact_shapes",
+    "float_dtype",
     "floating",
+    "instance",
+    "leaves",
     "multiple_heads",
+    "number",
+    "one_device",
     "one_of",
+    "positive_integer",
     "power_of_two",
     "promised_bound",
     "same_dtype",
@@ -26,25 +35,61 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Sizes = dict[str, int | tuple[int, ...]]
 
 
-def floating(caller: str, tensors: dict[str, Tensor]) -> None:
+def instance(caller: str, name: str, value: object, kind: type) -> None:
+    """TypeError unless the value is of that type."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{caller}: {name} must be {kind.__name__}, got {type(value).__name__}")
+
+
+def leaves(name: str, tree: Any) -> dict[str, Any]:
+    """The leaves of nested NamedTuples and tuples, by what Python would call them: `params.decay.up`."""
+    if not isinstance(tree, tuple):
+        return {name: tree}
+    fields = getattr(tree, "_fields", None)
+    children = [f".{field}" for field in fields] if fields else [f"[{i}]" for i in range(len(tree))]
+    return {
+        path: leaf
+        for child, value in zip(children, tree, strict=True)
+        for path, leaf in leaves(name + child, value).items()
+    }
+
+
+def floating(caller: str, tensors: dict[str, Any]) -> None:
     """TypeError unless all are floating-point tensors, ValueError unless all are on one device."""
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{caller}: {name} must be a tensor, got {type(x).__name__}")
         if x.dtype not in FLOATS:
             raise TypeError(f"{caller}: {name} must be a float of 16, 32 or 64 bits, got {x.dtype}")
-    devices = {name: x.device for name, x in tensors.items()}
-    if len(set(devices.values())) > 1:
-        where = ", ".join(f"{name} on {device}" for name, device in devices.items())
-        raise ValueError(f"{caller}: all tensors must be on one device, got {where}")
+    one_device(caller, tensors)
+
+
+def one_device(caller: str, tensors: dict[str, Tensor]) -> None:
+    """ValueError unless all are on one device."""
+    odd = _odd_ones({name: x.device for name, x in tensors.items()}, "on ")
+    if odd:
+        raise ValueError(f"{caller}: all tensors must be on one device, got {odd}")
 
 
 def same_dtype(caller: str, tensors: dict[str, Tensor]) -> None:
     """TypeError unless all have one dtype."""
-    dtypes = {name: x.dtype for name, x in tensors.items()}
-    if len(set(dtypes.values())) > 1:
-        which = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-        raise TypeError(f"{caller}: dtypes must agree, got {which}")
+    odd = _odd_ones({name: x.dtype for name, x in tensors.items()})
+    if odd:
+        raise TypeError(f"{caller}: dtypes must agree, got {odd}")
+
+
+def _odd_ones(values: dict[str, Any], word: str = "") -> str:
+    """The first and those that differ from it, in words; empty where none does."""
+    first = next(iter(values.values()))
+    differing = [f"{name} {word}{value}" for name, value in values.items() if value != first]
+    return ", ".join([f"{next(iter(values))} {word}{first}", *differing]) if differing else ""
+
+
+def exact_shapes(caller: str, expected: dict[str, tuple[Tensor, tuple[int, ...]]]) -> None:
+    """ValueError unless every tensor has the shape beside it."""
+    for name, (x, shape) in expected.items():
+        if x.shape != shape:
+            raise ValueError(f"{caller}: {name} has shape {tuple(x.shape)}, expected {shape}")
 
 
 def shapes(caller: str, specs: dict[str, tuple[Tensor, str]]) -> Sizes:
@@ -105,11 +150,32 @@ def one_of(caller: str, name: str, value: object, allowed: tuple[object, ...]) -
 
 def promised_bound(caller: str, lower_bound: float | None) -> None:
     """ValueError unless the bound of the decay is None or in [-5, 0)."""
+    fits = f"{caller}: lower_bound must be None or in [-5, 0), got {lower_bound!r}"
+    if not isinstance(lower_bound, int | float | None):
+        raise TypeError(fits)
     if lower_bound is not None and not -5 <= lower_bound < 0:
-        raise ValueError(f"{caller}: lower_bound must be None or in [-5, 0), got {lower_bound}")
+        raise ValueError(fits)
 
 
-def power_of_two(caller: str, name: str, value: int) -> None:
+def number(caller: str, name: str, value: object) -> None:
+    """TypeError unless the value is a number."""
+    if not isinstance(value, int | float):
+        raise TypeError(f"{caller}: {name} must be a number, got {value!r}")
+
+
+def float_dtype(caller: str, dtype: torch.dtype) -> None:
+    """TypeError unless parameters and states may have that dtype."""
+    if dtype not in FLOATS:
+        raise TypeError(f"{caller}: dtype must be a float of 16, 32 or 64 bits, got {dtype}")
+
+
+def positive_integer(caller: str, name: str, value: object) -> None:
+    """ValueError unless the value is 1, 2, 3, .."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{caller}: {name} must be a positive integer, got {value!r}")
+
+
+def power_of_two(caller: str, name: str, value: object) -> None:
     """ValueError unless the value is 1, 2, 4, .."""
-    if not isinstance(value, int) or value < 1 or value & (value - 1):
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1 or value & (value - 1):
         raise ValueError(f"{caller}: {name} must be a power of two, got {value!r}")

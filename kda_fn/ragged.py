@@ -32,14 +32,17 @@ def offsets(cu_seqlens: CuSeqlens, T: int | None = None) -> tuple[int, ...]:
             raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
         if cu_seqlens.ndim != 1:
             raise ValueError(f"cu_seqlens must have one axis, got shape {tuple(cu_seqlens.shape)}")
+        if cu_seqlens.is_meta:
+            raise ValueError("cu_seqlens must hold values, got a meta tensor")
         try:
             values = tuple(cu_seqlens.tolist())
         except RuntimeError as error:
             raise ValueError("cu_seqlens must not be mapped by vmap: every row shares one packing") from error
+    elif not isinstance(cu_seqlens, Sequence):
+        raise TypeError(f"cu_seqlens must be a tensor or a sequence of integers, got {type(cu_seqlens)}")
     else:
         values = tuple(cu_seqlens)
-        if not all(isinstance(value, int) for value in values):
-            raise TypeError(f"cu_seqlens must hold integers, got {values}")
+        _check_integers("cu_seqlens", values)
     if len(values) < 2:
         raise ValueError(f"cu_seqlens must hold N+1 offsets for N >= 1 sequences, got {list(values)}")
     if values[0] != 0:
@@ -68,7 +71,10 @@ def lengths_of(cu_seqlens: CuSeqlens) -> list[int]:
 
 def cu_seqlens_of(lengths: Sequence[int]) -> tuple[int, ...]:
     """The inverse of `lengths_of`."""
-    return tuple(accumulate(lengths, initial=0))
+    _check_integers("lengths", lengths)
+    if any(length < 0 for length in lengths):
+        raise ValueError(f"lengths must not be negative, got {list(lengths)}")
+    return offsets(tuple(accumulate(lengths, initial=0)))
 
 
 def pad(x: Tensor, cu_seqlens: CuSeqlens, *, axis: int = 0) -> Tensor:
@@ -76,9 +82,9 @@ def pad(x: Tensor, cu_seqlens: CuSeqlens, *, axis: int = 0) -> Tensor:
 
     Zeros are exact padding: `g = 0, beta = 0` is KDA's identity token.
     """
-    axis = axis % x.ndim
+    axis = _check_axis("pad", x, axis, 1)
     bounds = offsets(cu_seqlens, x.shape[axis])
-    longest = max(lengths_of(bounds), default=0)
+    longest = max(lengths_of(bounds))
     empty_row = x.shape[axis]
     rows = [
         start + t if start + t < stop else empty_row
@@ -90,13 +96,27 @@ def pad(x: Tensor, cu_seqlens: CuSeqlens, *, axis: int = 0) -> Tensor:
 
 def pack(x: Tensor, cu_seqlens: CuSeqlens, *, axis: int = 0) -> Tensor:
     """Padded to packed: `[*B N Tmax ..] -> [*B T ..]`, N at `axis`. The inverse of `pad`."""
-    axis = axis % x.ndim
+    axis = _check_axis("pack", x, axis, 2)
     lengths = lengths_of(cu_seqlens)
-    N, longest = x.shape[axis], x.shape[axis + 1]
-    if len(lengths) != N or max(lengths, default=0) > longest:
+    N, longest = x.shape[axis : axis + 2]
+    if len(lengths) != N or max(lengths) > longest:
         raise ValueError(f"pack: x holds {N} sequences of up to {longest}, cu_seqlens says {lengths}")
     rows = [n * longest + t for n, length in enumerate(lengths) for t in range(length)]
     return take(x.flatten(axis, axis + 1), rows, axis)
+
+
+def _check_integers(name: str, values: Sequence[int]) -> None:
+    if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
+        raise TypeError(f"{name} must hold integers, got {list(values)}")
+
+
+def _check_axis(caller: str, x: Tensor, axis: int, axes: int) -> int:
+    """`axis` counted from the start; `axes` axes from it on must be there."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{caller}: x must be a tensor, got {type(x).__name__}")
+    if not -x.ndim <= axis < x.ndim or axis % x.ndim + axes > x.ndim:
+        raise ValueError(f"{caller}: axis must leave {axes} axes of x {tuple(x.shape)}, got {axis}")
+    return axis % x.ndim
 
 
 def take(x: Tensor, rows: Sequence[int], axis: int) -> Tensor:

@@ -10,8 +10,8 @@ every stateful function of this library, partially applied, is a body.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
 
 import optree
 import torch
@@ -55,33 +55,41 @@ def scan(
     """
     leaves, treedef = optree.tree_flatten(xs)
     steps = _length(leaves, optree.tree_paths(xs), length)
+    carry_form = _form("the carry", init)
+
+    def step(carry: Carry, row: Iterable[Tensor]) -> tuple[Carry, Any, _Form]:
+        result = body(carry, optree.tree_unflatten(treedef, row))
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise TypeError(f"scan: body must return (carry, y), got {type(result).__name__}")
+        carry, y = result
+        _check_form("the carry", carry_form, _form("the carry", carry))
+        return carry, y, _form("its output", y)
 
     if steps == 0:
-        zeros = optree.tree_unflatten(treedef, [leaf.new_zeros(leaf.shape[1:]) for leaf in leaves])
-        carry, y = body(init, zeros)
-        _check_carry(init, carry)
+        _, y, _ = step(init, (leaf.new_zeros(leaf.shape[1:]) for leaf in leaves))
         return init, optree.tree_map(lambda leaf: leaf.new_zeros((0, *leaf.shape)), y)
 
     # unbind, not indexing: its derivative is one stack, where T selects would write T full-sized zeros.
-    rows = zip(*(leaf.unbind(0) for leaf in leaves), strict=True) if leaves else [()] * steps
-    carry, columns, structure = init, [], None
-    for row in reversed(list(rows)) if reverse else rows:
-        new_carry, y = body(carry, optree.tree_unflatten(treedef, row))
-        _check_carry(carry, new_carry)
-        carry = new_carry
-        column, y_structure = optree.tree_flatten(y)
-        if structure not in (None, y_structure):
-            raise TypeError(f"scan: body changed its output's structure: {structure} to {y_structure}")
-        structure = y_structure
-        columns.append(column)
+    rows = list(zip(*(leaf.unbind(0) for leaf in leaves), strict=True)) if leaves else [()] * steps
+    carry, ys, y_form = init, [], None
+    for row in reversed(rows) if reverse else rows:
+        carry, y, form = step(carry, row)
+        y_form = y_form or form
+        _check_form("its output", y_form, form)
+        ys.append(optree.tree_leaves(y))
     if reverse:
-        columns.reverse()
-    assert structure is not None
-    ys = [torch.stack(leaf) for leaf in zip(*columns, strict=True)]
-    return carry, optree.tree_unflatten(structure, ys)
+        ys.reverse()
+    assert y_form is not None
+    return carry, optree.tree_unflatten(
+        y_form.treedef, [torch.stack(column) for column in zip(*ys, strict=True)]
+    )
 
 
 def _length(leaves: list[Any], paths: list[tuple[Any, ...]], length: int | None) -> int:
+    if length is not None and (not isinstance(length, int) or isinstance(length, bool)):
+        raise TypeError(f"scan: length must be an integer, got {length!r}")
+    if length is not None and length < 0:
+        raise ValueError(f"scan: length must not be negative, got {length}")
     lengths: dict[str, int] = {} if length is None else {"length": length}
     for path, leaf in zip(paths, leaves, strict=True):
         where = "xs" + "".join(f"[{key!r}]" for key in path)
@@ -97,17 +105,28 @@ def _length(leaves: list[Any], paths: list[tuple[Any, ...]], length: int | None)
     return next(iter(lengths.values()))
 
 
-def _check_carry(old: Any, new: Any) -> None:
-    """The carry out of a step must be interchangeable with the carry into it."""
-    old_leaves, old_treedef = optree.tree_flatten(old)
-    new_leaves, new_treedef = optree.tree_flatten(new)
-    if old_treedef != new_treedef:
-        raise TypeError(f"scan: body changed the carry's structure: {old_treedef} to {new_treedef}")
-    for path, a, b in zip(optree.tree_paths(old), old_leaves, new_leaves, strict=True):
-        if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
-            raise TypeError(f"scan: leaves of the carry must be tensors, got {type(b).__name__} at {path}")
-        if a.shape != b.shape or a.dtype != b.dtype:
+class _Form(NamedTuple):
+    """What must not change from step to step of a pytree of tensors."""
+
+    treedef: optree.PyTreeSpec
+    leaves: list[tuple[torch.dtype, torch.Size]]
+
+
+def _form(what: str, tree: Any) -> _Form:
+    leaves, treedef = optree.tree_flatten(tree)
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            where = optree.tree_paths(tree)[i]
+            raise TypeError(f"scan: leaves of {what} must be tensors, got {type(leaf).__name__} at {where}")
+    return _Form(treedef, [(leaf.dtype, leaf.shape) for leaf in leaves])
+
+
+def _check_form(what: str, old: _Form, new: _Form) -> None:
+    if old.treedef != new.treedef:
+        raise TypeError(f"scan: body changed {what}'s structure: {old.treedef} to {new.treedef}")
+    for i, ((dtype, shape), (new_dtype, new_shape)) in enumerate(zip(old.leaves, new.leaves, strict=True)):
+        if (dtype, shape) != (new_dtype, new_shape):
             raise TypeError(
-                f"scan: body changed the carry at {path}: "
-                f"{a.dtype} {tuple(a.shape)} to {b.dtype} {tuple(b.shape)}"
+                f"scan: body changed {what} at {optree.treespec_paths(old.treedef)[i]}: "
+                f"{dtype} {tuple(shape)} to {new_dtype} {tuple(new_shape)}"
             )

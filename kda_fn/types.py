@@ -9,6 +9,7 @@ Letters in shapes, the same in every signature, docstring and comment:
     K    head dim of queries and keys      V    head dim of values
     D    hidden size                       R    rank of a low-rank projection
     P    channels of the merged q|k|v projection, 2*H*K + HV*V
+    W_1  W - 1, the rows of the convolution's window that are carried on
 
 Annotations such as `Float[Tensor, "*B T H K"]` are jaxtyping's. The library runs without jaxtyping;
 where it is installed, its import hook can check every annotation (the tests do).
@@ -62,7 +63,7 @@ class KDAState(NamedTuple):
     With packed sequences each field has one more axis, N, after the batch axes.
     """
 
-    conv_state: Float[Tensor, "*B W-1 P"]
+    conv_state: Float[Tensor, "*B W_1 P"]
     """The last W-1 inputs of the short convolution, oldest first, in the layer's dtype."""
     recurrent_state: Float[Tensor, "*B HV K V"]
     """The associative memory: float32, or float64 for float64 inputs."""
@@ -121,16 +122,21 @@ class KDAConfig:
     chunk_size: int = 64
 
     def __post_init__(self) -> None:
-        sizes = {letter: getattr(self, letter) for letter in "D H HV K V W".split()}
-        for letter, size in sizes.items():
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"KDAConfig: {letter} must be a positive integer, got {size!r}")
+        for name in ("hidden_size", "num_heads", "head_dim", "num_v_heads", "head_v_dim", "conv_size"):
+            size = getattr(self, name)
+            optional = name in ("num_v_heads", "head_v_dim")
+            if not (optional and size is None):
+                _check.positive_integer("KDAConfig", name, size)
         if self.HV % self.H:
             raise ValueError(
                 f"KDAConfig: num_v_heads must be a multiple of num_heads, got {self.HV} and {self.H}"
             )
         _check.promised_bound("KDAConfig", self.lower_bound)
         _check.one_of("KDAConfig", "output_gate", self.output_gate, ("low_rank", "full_rank"))
+        _check.one_of("KDAConfig", "allow_neg_eigval", self.allow_neg_eigval, (False, True))
+        _check.number("KDAConfig", "norm_eps", self.norm_eps)
+        if not self.norm_eps >= 0:
+            raise ValueError(f"KDAConfig: norm_eps must not be negative, got {self.norm_eps}")
         _check.power_of_two("KDAConfig", "chunk_size", self.chunk_size)
 
     # The sizes by their letters.

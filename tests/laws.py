@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
+import subjects
 import torch
 from subjects import KDA, KDA_STEP, Inputs, Subject, cast, leaves, tree_map
 from torch import Tensor
@@ -83,7 +84,7 @@ def assert_identical(actual: Any, expected: Any) -> None:
 def weights_like(outputs: Iterable[Tensor], seed: int = 1) -> list[Tensor]:
     """Random cotangents in float64."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(y.shape, generator=generator, dtype=torch.float64) for y in outputs]
+    return [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.device) for y in outputs]
 
 
 def loss_of(outputs: Iterable[Tensor], weights: Iterable[Tensor]) -> Tensor:
@@ -242,7 +243,7 @@ def identity_tokens(subject: Subject, impl: Impl) -> None:
     idle = {**idle, "g": torch.zeros_like(idle["g"]), "beta": torch.zeros_like(idle["beta"])}
     places = torch.tensor([t for t in range(40) if t % 3 == 0 or t >= 31])[:20]
     others = torch.tensor([t for t in range(40) if t not in places])
-    order = torch.argsort(torch.cat([others, places]))
+    order = torch.argsort(torch.cat([others, places])).to(idle["g"].device)
     mixed = {
         name: torch.cat([x, idle[name]], subject.time[name]).index_select(subject.time[name], order)
         if name in subject.time
@@ -250,7 +251,9 @@ def identity_tokens(subject: Subject, impl: Impl) -> None:
         for name, x in inputs.items()
     }
     state, o = subject.call(mixed, impl)
-    assert_close((state, o.index_select(-3, others)), subject.call(inputs, None), VALUE[torch.float64])
+    assert_close(
+        (state, o.index_select(-3, others.to(o.device))), subject.call(inputs, None), VALUE[torch.float64]
+    )
     alone = {**idle, "initial_state": inputs["initial_state"]}
     assert_identical(subject.call(alone, impl)[0], inputs["initial_state"])
 
@@ -360,7 +363,7 @@ def nan_stays_in_its_sequence(subject: Subject, impl: Impl) -> None:
     expected = subject.call(clean, impl)
     name = next(iter(subject.time), "v")
     mark = torch.tensor([0.0, float("nan"), 0.0], dtype=torch.float64).view(3, *[1] * (clean[name].ndim - 1))
-    outputs = subject.call({**clean, name: clean[name] + mark}, impl)
+    outputs = subject.call({**clean, name: clean[name] + mark.to(clean[name].device)}, impl)
     assert bool(outputs[-1][1].isnan().any())
     assert_identical([y[[0, 2]] for y in outputs], [y[[0, 2]] for y in expected])
     if subject.packs:
@@ -372,7 +375,7 @@ def nan_stays_in_its_sequence(subject: Subject, impl: Impl) -> None:
         lines = packed[name].clone()
         lines.narrow(axis, 40, 1).fill_(float("nan"))
         outputs = subject.call({**packed, name: lines}, impl, cu_seqlens)
-        kept = torch.tensor([t for t in range(66) if t != 40])
+        kept = torch.tensor([t for t in range(66) if t != 40], device=outputs[-1].device)
         states = [(y[[0, 2]], e[[0, 2]]) for y, e in zip(outputs[:-1], expected[:-1], strict=True)]
         ys = tuple(y[-1].index_select(subject.y_time, kept) for y in (outputs, expected))
         for actual, wanted in [*states, ys]:
@@ -445,7 +448,7 @@ def any_strides(subject: Subject, impl: Impl) -> None:
     three = {n: x if n in subject.shared else x.repeat(3, *[1] * (x.ndim - 1)) for n, x in one.items()}
     assert_close(subject.call(expanded, impl), subject.call(three, None), VALUE[torch.float64])
 
-    ones = [torch.ones((), dtype=torch.float64).expand(y.shape) for y in expected]
+    ones = [y.new_ones(()).expand(y.shape) for y in expected]
     actual, wanted = (gradients(subject, inputs, i, weights=ones) for i in (impl, None))
     assert_close(actual, wanted, GRADIENT[torch.float64])
 
@@ -454,7 +457,7 @@ def any_strides(subject: Subject, impl: Impl) -> None:
 def autocast_does_not_reach_inside(subject: Subject, impl: Impl) -> None:
     """Under torch.autocast a primitive gives the bits that it gives without."""
     inputs = cast(subject, subject.inputs(batch=(2,), T=66), torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(subjects.DEVICE, torch.bfloat16):
         outputs = subject.call(inputs, impl)
     assert_identical(outputs, subject.call(inputs, impl))
 
@@ -495,8 +498,8 @@ def any_gate(subject: Subject, impl: Impl) -> None:
     """Decays of 1, e^-20, e^-1000 and exactly 0, alone and mixed: finite and right, with their gradients."""
     inputs = subject.inputs(batch=(), T=70, seed=10)
     g = inputs["g"]
-    picks = torch.rand(g.shape, generator=torch.Generator().manual_seed(11))
-    strong = torch.tensor([0.0, -20.0, -1000.0, -torch.inf], dtype=torch.float64)
+    picks = torch.rand(g.shape, generator=torch.Generator().manual_seed(11)).to(g.device)
+    strong = g.new_tensor([0.0, -20.0, -1000.0, -torch.inf])
     mixed = torch.where(picks < 0.8, g, strong[(picks * 1000).long() % 4])
     gates = {
         "none": torch.zeros_like(g),

@@ -23,6 +23,9 @@ from kda_fn.types import Impl
 IMPLS: tuple[Impl, ...] = ("reference", "fallback")
 """The implementations that run on any machine."""
 
+DEVICE = "cpu"
+"""Where the inputs of the laws are made (`pytest --device`)."""
+
 Inputs = dict[str, Any]
 Sizes = dict[str, int]
 
@@ -32,7 +35,7 @@ class Subject:
     """One function under the laws.
 
     make      sizes, batch shape, T, N -> inputs by name in float64; N is the state's extra axis, or None
-    call      inputs, impl (None: the oracle), cu_seqlens -> outputs, states first
+    run       inputs, impl (None: the oracle), cu_seqlens -> outputs, states first
     time      the time axis, counted from the end, of every input that has one
     y_time    the same of y, the outputs after the states; 0 where there is no time
     shared    inputs without batch axes
@@ -42,7 +45,7 @@ class Subject:
 
     name: str
     make: Callable[..., Inputs]
-    call: Callable[..., tuple[Tensor, ...]]
+    run: Callable[..., tuple[Tensor, ...]]
     time: dict[str, int]
     y_time: int
     states: tuple[str, ...] = ()
@@ -57,7 +60,15 @@ class Subject:
     ) -> Inputs:
         """Random float64 inputs; `batch` and T as asked, other sizes as the subject's or given."""
         generator = torch.Generator().manual_seed(seed)
-        return self.make(generator, {**self.sizes, **sizes}, batch, T, N)
+        inputs = self.make(generator, {**self.sizes, **sizes}, batch, T, N)
+        return tree_map(lambda x: x.to(DEVICE), inputs)
+
+    def call(self, inputs: Inputs, impl: Impl | None, cu_seqlens: Any = None) -> tuple[Tensor, ...]:
+        """The implementation's outputs, or with None the oracle's, which runs on the CPU."""
+        if impl is not None or DEVICE == "cpu":
+            return self.run(inputs, impl, cu_seqlens)
+        outputs = self.run(tree_map(lambda x: x.to("cpu"), inputs), None, cu_seqlens)
+        return tuple(y.to(DEVICE) for y in outputs)
 
 
 def rand(generator: torch.Generator, *shape: int) -> Tensor:
@@ -135,7 +146,7 @@ KDA = Subject(
     packs=True,
     sizes={"H": 2, "HV": 4, "K": 5, "V": 3},
 )
-KDA_STEP = replace(KDA, name="kda_step", make=_make_step, call=_call_step, time={}, y_time=0, packs=False)
+KDA_STEP = replace(KDA, name="kda_step", make=_make_step, run=_call_step, time={}, y_time=0, packs=False)
 
 
 # causal_conv1d
@@ -176,7 +187,7 @@ CONV = Subject(
     packs=True,
     sizes={"W": 4, "P": 6, "bias": 0},
 )
-CONV_BIAS = replace(CONV, name="causal_conv1d bias", call=_conv(None), sizes={"W": 3, "P": 5, "bias": 1})
+CONV_BIAS = replace(CONV, name="causal_conv1d bias", run=_conv(None), sizes={"W": 3, "P": 5, "bias": 1})
 
 
 # gates and norms: time is one of their batch axes
@@ -212,7 +223,7 @@ SOFTPLUS_GATE = Subject(
     keep_wide=("A_log", "dt_bias"),
     sizes={"HV": 3, "K": 5},
 )
-BOUNDED_GATE = replace(SOFTPLUS_GATE, name="kda_gate bounded", call=_gate(-5.0))
+BOUNDED_GATE = replace(SOFTPLUS_GATE, name="kda_gate bounded", run=_gate(-5.0))
 
 
 def _make_norm(*names: str) -> Callable[..., Inputs]:
@@ -255,13 +266,13 @@ SILU_NORM = replace(
     NORM,
     name="gated_rms_norm silu, no weight",
     make=_make_norm("x", "gate"),
-    call=_norm("gated_rms_norm", eps=1e-5, activation="silu"),
+    run=_norm("gated_rms_norm", eps=1e-5, activation="silu"),
 )
 RESIDUAL_NORM = replace(
     NORM,
     name="residual_gated_rms_norm",
     make=_make_norm("residual", "x", "gate", "weight"),
-    call=_norm("residual_gated_rms_norm", eps=1e-5, activation="silu"),
+    run=_norm("residual_gated_rms_norm", eps=1e-5, activation="silu"),
     time={"residual": -2, "x": -2, "gate": -2},
 )
 

@@ -16,8 +16,16 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from kda_fn.layers.kimi_delta_attention import init_kimi_delta_attention, init_state, kimi_delta_attention
-from kda_fn.layers.mlp import SwiGLUParams, init_swiglu, normal_weight, swiglu
+from kda_fn import _check
+from kda_fn.layers.kimi_delta_attention import (
+    check_params_and_state,
+    check_shapes_and_dtypes,
+    init_kimi_delta_attention,
+    init_state,
+    kimi_delta_attention,
+)
+from kda_fn.layers.mlp import SwiGLUParams, check_swiglu, init_swiglu, normal_weight, swiglu
+from kda_fn.primitives._primitive import check_impl
 from kda_fn.types import CuSeqlens, Float, Impl, KDAConfig, KDAParams, KDAState, Tensor
 
 __all__ = ["KDALMConfig", "KDALMParams", "init_kda_lm", "init_kda_lm_state", "kda_lm"]
@@ -31,6 +39,11 @@ class KDALMConfig:
     num_layers: int
     intermediate_size: int
     kda: KDAConfig
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "num_layers", "intermediate_size"):
+            _check.positive_integer("KDALMConfig", name, getattr(self, name))
+        _check.instance("KDALMConfig", "kda", self.kda, KDAConfig)
 
 
 class KDALMBlock(NamedTuple):
@@ -70,13 +83,8 @@ def kda_lm(
 
     Raises ValueError or TypeError for an argument that does not fit.
     """
-    if tokens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"kda_lm: tokens must be int32 or int64, got {tokens.dtype}")
-    if len(state) != len(params.blocks) or len(state) != config.num_layers:
-        raise ValueError(
-            f"kda_lm: config.num_layers is {config.num_layers}, params hold {len(params.blocks)} blocks "
-            f"and state {len(state)} layers"
-        )
+    _check_lm(params, state, tokens, config, cu_seqlens)
+    check_impl("kda_lm", impl)
     h = F.embedding(tokens, params.embedding)
     new_state = []
     for block, block_state in zip(params.blocks, state, strict=True):
@@ -129,6 +137,53 @@ def init_kda_lm_state(
     return tuple(
         init_state(config.kda, batch_shape, dtype=dtype, device=device) for _ in range(config.num_layers)
     )
+
+
+def _check_lm(
+    params: KDALMParams,
+    state: tuple[KDAState, ...],
+    tokens: Tensor,
+    config: KDALMConfig,
+    cu_seqlens: CuSeqlens | None,
+) -> None:
+    """That all parts belong together, before any block runs."""
+    caller = "kda_lm"
+    _check.instance(caller, "config", config, KDALMConfig)
+    _check.instance(caller, "params", params, KDALMParams)
+    if isinstance(state, KDAState) or not isinstance(state, tuple):
+        raise TypeError(f"{caller}: state must be a tuple of KDAState, got {type(state).__name__}")
+    _check.instance(caller, "params.blocks", params.blocks, tuple)
+    if not len(state) == len(params.blocks) == config.num_layers:
+        raise ValueError(
+            f"{caller}: config.num_layers is {config.num_layers}, params hold {len(params.blocks)} blocks, "
+            f"state {len(state)} layers"
+        )
+    names = [(f"params.blocks[{i}]", f"state[{i}]") for i in range(config.num_layers)]
+    for block, block_state, (p, s) in zip(params.blocks, state, names, strict=True):
+        _check.instance(caller, p, block, KDALMBlock)
+        _check.instance(caller, f"{p}.mlp", block.mlp, SwiGLUParams)
+        check_params_and_state(caller, block.kda, block_state, config.kda, (f"{p}.kda", s))
+    if not isinstance(tokens, Tensor):
+        raise TypeError(f"{caller}: tokens must be a tensor, got {type(tokens).__name__}")
+    if tokens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{caller}: tokens must be int32 or int64, got {tokens.dtype}")
+    if tokens.ndim < 1:
+        raise ValueError(f"{caller}: tokens has shape {tuple(tokens.shape)}, expected [*B T]")
+    leaves = {**_check.leaves("params", params), **_check.leaves("state", state)}
+    _check.floating(caller, leaves)
+    _check.one_device(caller, {"tokens": tokens, **leaves})
+    D, like = config.kda.D, ("params.embedding", params.embedding)
+    norms = {"params.norm": params.norm}
+    for block, (p, _) in zip(params.blocks, names, strict=True):
+        norms |= {f"{p}.kda_norm": block.kda_norm, f"{p}.mlp_norm": block.mlp_norm}
+    _check.exact_shapes(caller, {like[0]: (like[1], (config.vocab_size, D))})
+    _check.exact_shapes(caller, {name: (norm, (D,)) for name, norm in norms.items()})
+    _check.same_dtype(caller, {like[0]: like[1], **norms})
+    for block, block_state, (p, s) in zip(params.blocks, state, names, strict=True):
+        check_shapes_and_dtypes(
+            caller, block.kda, block_state, config.kda, *like, tokens.shape, cu_seqlens, (f"{p}.kda", s)
+        )
+        check_swiglu(caller, block.mlp, *like, D, f"{p}.mlp")
 
 
 def _rms_norm(x: Tensor, weight: Tensor, config: KDALMConfig) -> Tensor:

@@ -19,9 +19,10 @@ import math
 import torch
 import torch.nn.functional as F
 
-from kda_fn import _check
+from kda_fn import _check, ragged
 from kda_fn.layers.mlp import normal_weight
 from kda_fn.primitives._activations import sigmoid
+from kda_fn.primitives._primitive import check_impl
 from kda_fn.primitives.causal_conv1d import causal_conv1d
 from kda_fn.primitives.gated_rms_norm import gated_rms_norm
 from kda_fn.primitives.kda import kda
@@ -60,6 +61,7 @@ def kimi_delta_attention(
     a named impl that cannot serve.
     """
     _check_layer(params, state, x, config, cu_seqlens)
+    check_impl("kimi_delta_attention", impl)
     H, HV, K, V = config.H, config.HV, config.K, config.V
 
     qkv = F.linear(x, params.qkv)
@@ -104,6 +106,7 @@ def init_kimi_delta_attention(
     gate; dt_bias the inverse softplus of a log-uniform draw from [1e-3, 0.1], at least 1e-4. The convolution,
     A_log and dt_bias stay float32 (float64 where dtype is).
     """
+    _check.float_dtype("init_kimi_delta_attention", dtype)
     D, HV, K, V, W, P = (getattr(config, letter) for letter in "D HV K V W P".split())
     wide = torch.promote_types(dtype, torch.float32)
 
@@ -139,6 +142,7 @@ def init_state(
     device: torch.device | str | None = None,
 ) -> KDAState:
     """The state before the first token: zeros. `dtype` is the layer's; the memory is float32 at least."""
+    _check.float_dtype("init_state", dtype)
     wide = torch.promote_types(dtype, torch.float32)
     return KDAState(
         torch.zeros(*batch_shape, config.W - 1, config.P, dtype=dtype, device=device),
@@ -162,45 +166,91 @@ def _check_layer(
 ) -> None:
     """That params, state, x and config belong together; the primitives check what they are given."""
     caller = "kimi_delta_attention"
-    if not isinstance(params, KDAParams) or not isinstance(state, KDAState):
-        given = f"{type(params).__name__} and {type(state).__name__}"
-        raise TypeError(f"{caller}: params and state must be KDAParams and KDAState, got {given}")
+    _check.instance(caller, "config", config, KDAConfig)
+    check_params_and_state(caller, params, state, config)
+    _check.floating(caller, {"x": x, **_check.leaves("params", params), **_check.leaves("state", state)})
+    if x.ndim < 2 or x.shape[-1] != config.D:
+        raise ValueError(f"{caller}: x has shape {tuple(x.shape)}, expected [*B T D] with D={config.D}")
+    check_shapes_and_dtypes(caller, params, state, config, "x", x, x.shape[:-1], cu_seqlens)
+
+
+def check_params_and_state(
+    caller: str,
+    params: KDAParams,
+    state: KDAState,
+    config: KDAConfig,
+    names: tuple[str, str] = ("params", "state"),
+) -> None:
+    """That the two are trees of the right kind; what their leaves are is for `_check.floating`."""
+    _check.instance(caller, names[0], params, KDAParams)
+    _check.instance(caller, names[1], state, KDAState)
+    _check.instance(caller, f"{names[0]}.decay", params.decay, LowRank)
+    gate = params.output_gate
+    if not isinstance(gate, LowRank | Tensor):
+        raise TypeError(
+            f"{caller}: {names[0]}.output_gate must be LowRank or a tensor, got {type(gate).__name__}"
+        )
+    if isinstance(gate, LowRank) != (config.output_gate == "low_rank"):
+        raise ValueError(
+            f"{caller}: {names[0]}.output_gate is {type(gate).__name__}, config says {config.output_gate!r}"
+        )
+
+
+def check_shapes_and_dtypes(
+    caller: str,
+    params: KDAParams,
+    state: KDAState,
+    config: KDAConfig,
+    input_name: str,
+    input_like: Tensor,
+    rows: tuple[int, ...],
+    cu_seqlens: CuSeqlens | None,
+    names: tuple[str, str] = ("params", "state"),
+) -> None:
+    """That shapes and dtypes fit the config and an input of `rows` = (*B, T) that is like `input_like`."""
+    p, s = names
     D, HV, K, V, W, P = (getattr(config, letter) for letter in "D HV K V W P".split())
-    if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[-1] != D:
-        given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"{caller}: x has shape {given}, expected [*B T D] with D={D}")
-    N = () if cu_seqlens is None else (len(cu_seqlens) - 1,)
-    rows = *x.shape[:-2], *N
+    *B, T = rows
+    N = () if cu_seqlens is None else (len(ragged.offsets(cu_seqlens, T)) - 1,)
+    if cu_seqlens is not None and state.conv_state.shape == (*B, *state.conv_state.shape[-3:-2], W - 1, P):
+        n = state.conv_state.shape[-3]
+        ragged.check_packing(caller, cu_seqlens, T=T, N=n, state_name=f"{s}.conv_state")
     no_A_log = config.lower_bound is not None and params.A_log.shape == (0,)
-    expected = {
-        "state.conv_state": (state.conv_state, (*rows, W - 1, P)),
-        "state.recurrent_state": (state.recurrent_state, (*rows, HV, K, V)),
-        "params.qkv": (params.qkv, (P, D)),
-        "params.conv": (params.conv, (P, W)),
-        "params.A_log": (params.A_log, (0 if no_A_log else HV,)),
-        "params.dt_bias": (params.dt_bias, (HV * K,)),
-        "params.beta": (params.beta, (HV, D)),
-        "params.norm": (params.norm, (V,)),
-        "params.out": (params.out, (D, HV * V)),
-        **_projection("params.decay", params.decay, HV * K, D),
-        **_projection("params.output_gate", params.output_gate, HV * V, D),
-    }
-    _check.floating(caller, {"x": x, **{name: tensor for name, (tensor, _) in expected.items()}})
-    for name, (tensor, shape) in expected.items():
-        if tensor.shape != shape:
-            raise ValueError(f"{caller}: {name} has shape {tuple(tensor.shape)}, expected {shape}")
-    _check.same_dtype(caller, {"x": x, "params.qkv": params.qkv, "state.conv_state": state.conv_state})
-    if isinstance(params.output_gate, LowRank) != (config.output_gate == "low_rank"):
-        given = type(params.output_gate).__name__
-        raise ValueError(f"{caller}: params.output_gate is {given}, config says {config.output_gate!r}")
+    _check.exact_shapes(
+        caller,
+        {
+            f"{s}.conv_state": (state.conv_state, (*B, *N, W - 1, P)),
+            f"{s}.recurrent_state": (state.recurrent_state, (*B, *N, HV, K, V)),
+            f"{p}.qkv": (params.qkv, (P, D)),
+            f"{p}.conv": (params.conv, (P, W)),
+            f"{p}.A_log": (params.A_log, (0 if no_A_log else HV,)),
+            f"{p}.dt_bias": (params.dt_bias, (HV * K,)),
+            f"{p}.beta": (params.beta, (HV, D)),
+            f"{p}.norm": (params.norm, (V,)),
+            f"{p}.out": (params.out, (D, HV * V)),
+            **_projection_shapes(f"{p}.decay", params.decay, HV * K, D),
+            **_projection_shapes(f"{p}.output_gate", params.output_gate, HV * V, D),
+        },
+    )
+    own_dtype = f"{p}.conv", f"{p}.A_log", f"{p}.dt_bias", f"{p}.norm"
+    alike = {name: x for name, x in _check.leaves(p, params).items() if name not in own_dtype}
+    _check.same_dtype(caller, {input_name: input_like, f"{s}.conv_state": state.conv_state, **alike})
+    _check.state_dtype(
+        caller,
+        {
+            input_name: input_like,
+            f"{p}.dt_bias": params.dt_bias,
+            f"{s}.recurrent_state": state.recurrent_state,
+        },
+    )
 
 
-def _projection(
+def _projection_shapes(
     name: str, params: LowRank | Tensor, outputs: int, D: int
 ) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
     if not isinstance(params, LowRank):
         return {name: (params, (outputs, D))}
-    R = params.down.shape[0]
+    R = params.down.shape[0] if params.down.ndim else 0
     return {
         f"{name}.down": (params.down, (R, D)),
         f"{name}.up": (params.up, (outputs, R)),

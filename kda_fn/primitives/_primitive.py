@@ -24,7 +24,7 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-__all__ = ["PRIMITIVES", "Implementation", "Primitive", "explain"]
+__all__ = ["PRIMITIVES", "Implementation", "Primitive", "check_impl", "explain"]
 
 PREFERENCE: tuple[Impl, ...] = ("ascendc", "triton", "fallback", "reference")
 PRIMITIVES: dict[Callable[..., Any], Primitive[..., Any]] = {}
@@ -93,12 +93,17 @@ class Primitive(Generic[Arguments, Result]):
     def _choose(self, impl: Impl | None, *args: Any, **kwargs: Any) -> Impl:
         if impl is None:
             return next(name for name in PREFERENCE if self.unsupported(name, *args, **kwargs) is None)
-        if impl not in PREFERENCE:
-            raise ValueError(f"{self.name}: impl must be None or one of {get_args(Impl)}, got {impl!r}")
+        check_impl(self.name, impl)
         reason = self.unsupported(impl, *args, **kwargs)
         if reason is not None:
             raise NotImplementedError(f"{self.name}: impl={impl!r} cannot serve this call: {reason}")
         return impl
+
+
+def check_impl(caller: str, impl: Impl | None) -> None:
+    """ValueError unless impl is None or the name of an implementation."""
+    if impl is not None and impl not in PREFERENCE:
+        raise ValueError(f"{caller}: impl must be None or one of {get_args(Impl)}, got {impl!r}")
 
 
 def explain(primitive: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[Impl, str | None]:

@@ -2,10 +2,10 @@
 
 Written to share nothing with the library: Python loops over batch rows, heads and tokens, explicit [K, K]
 transition matrices, windows by index. Signatures are the library's, without `impl` and `chunk_size`; all
-arguments are taken to float64 and all results are float64. Nothing is written in place, so that each oracle can
-be differentiated to any order and stands under every transform.
+arguments are taken to float64 and all results are float64. Nothing is written in place, so that each oracle
+can be differentiated to any order and stands under every transform.
 
-    KDA          S_t = (I - beta_t k_t k_t^T) diag(exp g_t) S_{t-1} + beta_t k_t v_t^T      o_t = scale S_t^T q_t
+    KDA          S_t = (I - beta_t k_t k_t^T) diag(exp g_t) S_{t-1} + beta_t k_t v_t^T    o_t = scale S_t^T q_t
     convolution  y_t = act(Σ_i weight[:, i] (state, x)[t + i] + bias)
 """
 
@@ -72,8 +72,8 @@ def kda_step(
     scale: float | None = None,
 ) -> Pair:
     """(state, o_t) of one token."""
-    inputs = (x.unsqueeze(-3) for x in (q_t, k_t, v_t, g_t))
-    state, o = kda(state, *inputs, beta_t.unsqueeze(-2), scale=scale)
+    q, k, v, g = (x.unsqueeze(-3) for x in (q_t, k_t, v_t, g_t))
+    state, o = kda(state, q, k, v, g, beta_t.unsqueeze(-2), scale=scale)
     return state, o.squeeze(-3)
 
 

@@ -57,7 +57,7 @@ _CAUSAL_CONV1D = Primitive(
 
 @_CAUSAL_CONV1D.public
 def causal_conv1d(
-    conv_state: Float[Tensor, "*S W-1 P"],
+    conv_state: Float[Tensor, "*S W_1 P"],
     x: Float[Tensor, "*B T P"],
     weight: Float[Tensor, "P W"],
     bias: Float[Tensor, " P"] | None = None,
@@ -65,7 +65,7 @@ def causal_conv1d(
     activation: Literal["silu"] | None = "silu",
     cu_seqlens: CuSeqlens | None = None,
     impl: Impl | None = None,
-) -> tuple[Float[Tensor, "*S W-1 P"], Float[Tensor, "*B T P"]]:
+) -> tuple[Float[Tensor, "*S W_1 P"], Float[Tensor, "*B T P"]]:
     """Depthwise causal convolution over T tokens, T >= 0, from an explicit window to the next.
 
         y_t = act(Σ_i weight[:, i] x_{t-W+1+i} + bias)        inputs before x_0 are conv_state's rows

@@ -14,14 +14,14 @@ __all__ = ["causal_conv1d"]
 
 
 def causal_conv1d(
-    conv_state: Float[Tensor, "*S W-1 P"],
+    conv_state: Float[Tensor, "*S W_1 P"],
     x: Float[Tensor, "*B T P"],
     weight: Float[Tensor, "P W"],
     bias: Float[Tensor, " P"] | None = None,
     *,
     activation: str | None = "silu",
     cu_seqlens: CuSeqlens | None = None,
-) -> tuple[Float[Tensor, "*S W-1 P"], Float[Tensor, "*B T P"]]:
+) -> tuple[Float[Tensor, "*S W_1 P"], Float[Tensor, "*B T P"]]:
     W = weight.shape[-1]
     if cu_seqlens is None:
         padded = torch.cat([conv_state, x], -2)

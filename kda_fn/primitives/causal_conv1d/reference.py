@@ -17,14 +17,14 @@ __all__ = ["causal_conv1d"]
 
 
 def causal_conv1d(
-    conv_state: Float[Tensor, "*S W-1 P"],
+    conv_state: Float[Tensor, "*S W_1 P"],
     x: Float[Tensor, "*B T P"],
     weight: Float[Tensor, "P W"],
     bias: Float[Tensor, " P"] | None = None,
     *,
     activation: str | None = "silu",
     cu_seqlens: CuSeqlens | None = None,
-) -> tuple[Float[Tensor, "*S W-1 P"], Float[Tensor, "*B T P"]]:
+) -> tuple[Float[Tensor, "*S W_1 P"], Float[Tensor, "*B T P"]]:
     if cu_seqlens is not None:
         pieces = x.split(ragged.lengths_of(cu_seqlens), -2)
         states, outputs = zip(

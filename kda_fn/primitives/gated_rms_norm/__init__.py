@@ -16,7 +16,7 @@ __all__ = ["gated_rms_norm", "residual_gated_rms_norm"]
 def _check_norm(
     x: Tensor, gate: Tensor, weight: Tensor | None, *, eps: float, activation: Activation
 ) -> None:
-    _check_inputs("gated_rms_norm", {"x": x, "gate": gate}, weight, activation)
+    _check_inputs("gated_rms_norm", {"x": x, "gate": gate}, weight, eps, activation)
 
 
 def _check_residual_norm(
@@ -29,11 +29,11 @@ def _check_residual_norm(
     activation: Activation,
 ) -> None:
     inputs = {"residual": residual, "x": x, "gate": gate}
-    _check_inputs("residual_gated_rms_norm", inputs, weight, activation)
+    _check_inputs("residual_gated_rms_norm", inputs, weight, eps, activation)
 
 
 def _check_inputs(
-    caller: str, inputs: dict[str, Tensor], weight: Tensor | None, activation: Activation
+    caller: str, inputs: dict[str, Tensor], weight: Tensor | None, eps: float, activation: Activation
 ) -> None:
     weights = {} if weight is None else {"weight": weight}
     _check.floating(caller, {**inputs, **weights})
@@ -44,6 +44,7 @@ def _check_inputs(
             **{name: (x, "F") for name, x in weights.items()},
         },
     )
+    _check.number(caller, "eps", eps)
     _check.one_of(caller, "activation", activation, ("sigmoid", "silu"))
 
 

@@ -45,6 +45,7 @@ def _check_kda(
         ragged.check_packing(
             "kda", cu_seqlens, T=q.shape[-3], N=initial_state.shape[-4], state_name="initial_state"
         )
+    _check_scale("kda", scale)
     _check.promised_bound("kda", lower_bound)
     _check.power_of_two("kda", "chunk_size", chunk_size)
 
@@ -68,6 +69,12 @@ def _check_step(
         "state": (state, "*B HV K V"),
     }
     _check_tensors("kda_step", specs)
+    _check_scale("kda_step", scale)
+
+
+def _check_scale(caller: str, scale: float | None) -> None:
+    if scale is not None:
+        _check.number(caller, "scale", scale)
 
 
 def _check_tensors(caller: str, specs: dict[str, tuple[Tensor, str]]) -> None:

@@ -32,7 +32,7 @@ from kda_fn.types import CuSeqlens, Float, Tensor
 
 __all__ = ["kda", "kda_step"]
 
-WORKING_SET = 2**20
+WORKING_SET = 2**18
 """Bytes of one tensor of the chunks that are worked on together: what stays in a processor's cache."""
 
 
@@ -212,33 +212,35 @@ class _Chunks(NamedTuple):
 def _chunk_terms(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, scale: float) -> _Chunks:
     """q, k [n *B H 1 C K], v, g, beta [n *B H G C ..]."""
     C = q.shape[-2]
-    qk = torch.stack([q * scale, k])
-    # Blocks of m tokens, m = 1, 2, .., C; all have the axes .. C/m m ..
-    from_start = g.exp().unsqueeze(-2)
-    to_end = torch.ones_like(from_start)
+    # Of blocks of m = 1, 2, .., C tokens: the decay through them, q and k decayed from their start, k decayed
+    # to their end, their A and their (I + L)^-1.
+    decay = g.exp()
+    qk_in = torch.stack([q * scale, k]) * decay
+    k_out = k.expand_as(decay)
+    A = scale * (q * k).sum(-1, keepdim=True).expand_as(beta).unsqueeze(-1)
     solve = torch.ones_like(beta).unsqueeze(-1)
-    A = (qk[0] * k).sum(-1, keepdim=True).expand_as(beta).unsqueeze(-1)
     m = 1
     while m < C:
-        (first_from, second_from), (first_to, second_to) = _halves(from_start), _halves(to_end)
-        rows = qk.unflatten(-2, (-1, 2, m)).select(-3, 1) * second_from
-        columns = k.unflatten(-2, (-1, 2, m)).select(-3, 0) * first_to
-        A_corner, L_corner = _inner_products(rows, columns)
-        L_corner = L_corner * beta.unflatten(-2, (-1, 2, m)).select(-3, 1)
+        q_second, k_second = qk_in.unflatten(-2, (-1, 2, m)).select(-3, 1).unbind(0)
+        k_first = k_out.unflatten(-2, (-1, 2, m)).select(-3, 0)
+        A = _lower_blocks(A, _inner_products(q_second, k_first))
+        L = _inner_products(k_second, k_first) * beta.unflatten(-2, (-1, 2, m)).select(-3, 1)
+        solve_first, solve_second = _halves(solve)
+        solve = _lower_blocks(solve, -_matmul(_matmul(solve_second, L), solve_first))
 
-        first_solve, second_solve = _halves(solve)
-        corner = -_matmul(_matmul(second_solve, L_corner), first_solve)
-        solve = _lower_blocks(first_solve, corner, second_solve)
-        first_A, second_A = _halves(A)
-        A = _lower_blocks(first_A, A_corner, second_A)
-
-        through_first, through_second = first_from[..., -1:, :], second_from[..., -1:, :]
-        from_start = torch.cat([first_from, second_from * through_first], -2)
-        to_end = torch.cat([first_to * through_second, second_to], -2)
+        first, second = decay.unflatten(-2, (-1, 2)).unbind(-2)
+        qk_in = _scale_halves(qk_in, torch.ones_like(first), first, m)
+        k_out = _scale_halves(k_out, second, torch.ones_like(second), m)
+        decay = first * second
         m *= 2
-    from_start, to_end, solve, A = (x.squeeze(-3) for x in (from_start, to_end, solve, A))
-    q_in, k_in = (qk * from_start).unbind(0)
-    return _Chunks(k_in, k * to_end, q_in, v, from_start[..., -1:, :], solve * beta.mT, A)
+    q_in, k_in = qk_in.unbind(0)
+    return _Chunks(k_in, k_out, q_in, v, decay, solve.squeeze(-3) * beta.mT, A.squeeze(-3))
+
+
+def _scale_halves(rows: Tensor, first: Tensor, second: Tensor, m: int) -> Tensor:
+    """Multiplies the two halves, of m rows each, of every block of rows [.. C K] by factors [.. C/2m K]."""
+    factors = torch.stack([first, second], -2).unsqueeze(-2)
+    return (rows.unflatten(-2, (-1, 2, m)) * factors).flatten(-4, -2)
 
 
 def _halves(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -247,8 +249,9 @@ def _halves(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-def _lower_blocks(first: Tensor, corner: Tensor, second: Tensor) -> Tensor:
-    """[[first, 0], [corner, second]]"""
+def _lower_blocks(blocks: Tensor, corner: Tensor) -> Tensor:
+    """Joins the blocks [.. 2n m m] in pairs: [[first, 0], [corner, second]] [.. n 2m 2m]."""
+    first, second = _halves(blocks)
     top = F.pad(first, (0, corner.shape[-1]))
     return torch.cat([top, torch.cat([corner, second], -1)], -2)
 

@@ -1,0 +1,143 @@
+"""benchmarks/cpu.py runs, its peers compute what the recurrence computes, and memory follows its law."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "cpu.py"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny operations gain nothing from threads, and lose much to them on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def cpu() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("benchmarks_cpu", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def has(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def agrees_with_float64(cpu: ModuleType, contenders: dict, *, steps: int) -> None:
+    """Every contender's prefill, and its decode step where it has one, at 2e-6 as for the library's own."""
+    prompt, token = cpu.make_inputs(2, 128, 3, 32, 16), cpu.make_inputs(2, 1, 3, 32, 16)
+    runs = {name: (lambda c=c: c.run(prompt)) for name, c in contenders.items()}
+    cpu.check(cpu.errors(prompt, runs), limit=2e-6)
+    decodes = {name: (lambda c=c: cpu._with_time(c.step(token))) for name, c in contenders.items() if c.step}
+    assert len(decodes) == steps
+    cpu.check(cpu.errors(token, decodes), limit=2e-6)
+
+
+def test_everything_is_measured_and_reported(cpu: ModuleType, tmp_path: Path) -> None:
+    plan = cpu.QUICK._replace(shapes=((1, 64, 1),), decode_batches=(1,), rounds=1)
+    missing = {"absent-peer": "No module named 'absent_peer'"}
+    results = json.loads(json.dumps(cpu.measure(plan, cpu.our_contenders(), missing)))
+
+    text = cpu.report(results)
+    assert "missing: absent-peer (No module named 'absent_peer')" in text
+    names = {cpu.OURS, cpu.LOOP}
+    assert set(results["forward"][0]["contenders"]) == names
+    assert set(results["decode"][0]["contenders"]) == names | {cpu.STATE_COPY}
+    assert set(results["gates"][0]["regimes"]) == set(cpu.REGIMES)
+    for name in (*names, cpu.BACKWARD, *cpu.REGIMES):
+        assert f"| {name} |" in text
+
+    cpu.plot(results, tmp_path / "cpu.png")
+    assert (tmp_path / "cpu.png").stat().st_size > 10_000
+
+
+def test_a_contender_that_computes_something_else_is_refused(cpu: ModuleType) -> None:
+    inputs = cpu.make_inputs(1, 64, 1, 16, 16)
+    ours = cpu.our_contenders()[cpu.OURS]
+    wrong = {"no scale": lambda: ours.run(inputs._replace(q=inputs.q * 16**0.5))}
+    with pytest.raises(RuntimeError, match="no scale: error_output"):
+        cpu.check(cpu.errors(inputs, wrong))
+
+
+def test_a_missing_peer_is_named(cpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    found, missing = cpu.contenders()
+    assert set(found) == {cpu.OURS, cpu.LOOP}
+    assert set(missing) == {"transformers", "fla-core"}
+
+
+def test_our_contenders_agree_with_float64(cpu: ModuleType) -> None:
+    agrees_with_float64(cpu, cpu.our_contenders(), steps=2)
+
+
+def test_transformers_agrees_with_float64(cpu: ModuleType) -> None:
+    contenders, missing = cpu.contenders()
+    assert "transformers" not in missing
+    found = {name: c for name, c in contenders.items() if name.startswith("transformers")}
+    assert {"transformers chunk", "transformers recurrent"} <= set(found)
+    agrees_with_float64(cpu, found, steps=len(found) // 2)
+
+
+@pytest.mark.skipif(not has("fla-core"), reason="fla-core is not installed (extra `peers`)")
+def test_fla_agrees_with_float64(cpu: ModuleType) -> None:
+    contenders = cpu.fla_contenders()
+    assert set(contenders) == {"FLA naive chunk", "FLA naive recurrent"}
+    agrees_with_float64(cpu, contenders, steps=1)
+
+
+def test_least_arithmetic_and_traffic_are_the_published_ones(cpu: ModuleType) -> None:
+    assert cpu.flop_per_token_and_head(128, 128) == pytest.approx(140.6e3, rel=1e-3)
+    bf16_vectors = 1282  # per token and head; here they are float32
+    assert cpu.step_bytes_per_head(128, 128) == 2 * 4 * 128 * 128 + 2 * bf16_vectors
+
+
+@pytest.mark.parametrize("regime", ["init", "medium", "denormal", "strong", "vanishing", "-inf"])
+def test_regimes_of_gates_are_what_they_say(cpu: ModuleType, regime: str) -> None:
+    torch.manual_seed(0)
+    g = cpu.gates(regime, 1, 64, 2, 32)
+    smallest_normal = torch.finfo(torch.float32).tiny
+    typical = g.median().item()
+    assert (g <= 0).all()
+    assert regime in cpu.REGIMES
+    if regime == "init":
+        assert g.isfinite().all() and -0.1 < typical < -1e-3
+    if regime == "-inf":
+        assert 0 < g.isinf().float().mean() < 0.02
+    if regime == "denormal":
+        assert 0 < g.double().sum(1).exp().max() < smallest_normal
+    if regime == "vanishing":
+        assert 0 < g.double().exp().max() < smallest_normal
+    if regime in ("medium", "strong"):
+        assert typical == pytest.approx({"medium": -1, "strong": -20}[regime], rel=0.1)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
+def test_memory_grows_with_the_tokens_and_the_state_keeps_none_of_it(cpu: ModuleType) -> None:
+    # The part that grows: T = 10,000 is far above what a process of its own varies by.
+    half, whole = (cpu.prefill_memory_in_fresh_process(T) for T in (10_000, 20_000))
+    for prefill in (half, whole):
+        assert prefill["extra_bytes"] >= prefill["output_bytes"]
+        assert prefill["state_storage_bytes"] == prefill["state_bytes"]
+        assert prefill["output_storage_bytes"] == prefill["output_bytes"]
+        assert not prefill["shares_memory"]
+    assert whole["extra_bytes"] <= 2.3 * half["extra_bytes"]
