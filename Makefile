@@ -10,7 +10,7 @@ demo: $(VENV)/.demo
 	$(BIN)/python -m kda_fn.demo $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

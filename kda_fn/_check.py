@@ -13,6 +13,7 @@ from torch import Tensor
 
 __all__ = [
     "Sizes",
+    "epsilon",
     "exact_shapes",
     "float_dtype",
     "floating",
@@ -161,6 +162,13 @@ def number(caller: str, name: str, value: object) -> None:
     """TypeError unless the value is a number."""
     if not isinstance(value, int | float):
         raise TypeError(f"{caller}: {name} must be a number, got {value!r}")
+
+
+def epsilon(caller: str, name: str, value: float) -> None:
+    """TypeError unless the value is a number, ValueError if it is negative or NaN."""
+    number(caller, name, value)
+    if not value >= 0:
+        raise ValueError(f"{caller}: {name} must not be negative, got {value}")
 
 
 def float_dtype(caller: str, dtype: torch.dtype) -> None:

@@ -50,13 +50,14 @@ CONFIG = KDALMConfig(
     vocab_size=256,
     num_layers=2,
     intermediate_size=256,
-    kda=KDAConfig(hidden_size=128, num_heads=2, head_dim=32, output_gate="full_rank", chunk_size=32),
+    kda=KDAConfig(
+        hidden_size=128, num_heads=2, head_dim=32, head_v_dim=64, output_gate="full_rank", chunk_size=32
+    ),
 )
-STEPS, ROWS, SEGMENT = 500, 8, 128  # a step is on `ROWS` segments of `SEGMENT` bytes
-LEARNING_RATE, WARMUP, WEIGHT_DECAY, MAX_NORM = 6e-3, 30, 0.1, 1.0
+STEPS, ROWS, SEGMENT = 520, 8, 128  # a step reads ROWS segments of SEGMENT bytes
+LEARNING_RATE, WARMUP, WEIGHT_DECAY, MAX_NORM = 5e-3, 30, 0.1, 1.0
 PROMPT, CONTINUATION, SAMPLES, TEMPERATURE = 512, 240, 3, 0.7
-
-MARGIN = 0.1  # bits per byte by which the model must be better than the simple ones
+MARGIN = 0.1  # by how many bits per byte the model must beat the simple ones
 
 State = tuple[KDAState, ...]
 
@@ -118,9 +119,14 @@ def adamw(
     return AdamW(mean, square, updates), optree.tree_map(update, params, mean, square)
 
 
+def leaves(tree: Any) -> list[Tensor]:
+    """The tensors of a pytree."""
+    return optree.tree_leaves(tree)
+
+
 def clip_by_global_norm(grads: Any, max_norm: float) -> Any:
     """Scales all gradients together so that their norm is at most `max_norm`."""
-    norm = torch.stack([g.norm() for g in optree.tree_leaves(grads)]).norm()
+    norm = torch.stack([g.norm() for g in leaves(grads)]).norm()
     return optree.tree_map(lambda g: g * (max_norm / norm).clamp(max=1), grads)
 
 
@@ -146,7 +152,8 @@ def train(
     # The state comes out as auxiliary output, cut from the graph: backpropagation ends with the segment.
     gradient = torch.func.grad_and_value(partial(loss, config=config), has_aux=True)
 
-    # Each row reads on from a place of its own, on the text as a ring: its state always fits what it reads.
+    # Each row reads on from a place of its own, and from the end of the text to its start, as on a ring:
+    # but for that one seam its state is of the text just before the segment.
     places = torch.arange(ROWS).unsqueeze(-1) * (len(text) // ROWS) + torch.arange(SEGMENT + 1)
     losses = []
     with tqdm(total=steps, unit="step", desc="training") as bar:
@@ -157,9 +164,8 @@ def train(
                 lr = learning_rate(step, steps)
                 optimizer, params = adamw(optimizer, params, grads, lr=lr, decay=WEIGHT_DECAY)
                 losses.append(value.item())
-                bar.set_postfix_str(
-                    f"{sum(losses[-20:]) / len(losses[-20:]):.3f} bits per byte", refresh=False
-                )
+                recent = losses[-20:]
+                bar.set_postfix_str(f"{sum(recent) / len(recent):.3f} bits per byte", refresh=False)
                 bar.update()
         except KeyboardInterrupt:
             bar.write("interrupted: the report is of the model so far")
@@ -169,16 +175,17 @@ def train(
 # Generation
 
 
+Generated = tuple[Tensor, Tensor]
+
+
 def generate(
     params: KDALMParams, state: State, logits: Tensor, noise: Tensor, *, config: KDALMConfig
-) -> tuple[State, tuple[Tensor, Tensor]]:
+) -> tuple[State, Generated]:
     """Decodes a byte for each row of Gumbel noise [n 256], from the state and logits [256] after a prefix.
 
     Returns the state after the last byte, the bytes [n], and the logits after each [n 256]."""
 
-    def step(
-        carry: tuple[State, Tensor], noise_t: Tensor
-    ) -> tuple[tuple[State, Tensor], tuple[Tensor, Tensor]]:
+    def step(carry: tuple[State, Tensor], noise_t: Tensor) -> tuple[tuple[State, Tensor], Generated]:
         state, logits = carry
         byte = (logits / TEMPERATURE + noise_t).argmax(-1)
         state, logits = kda_lm(params, state, byte.unsqueeze(-1), config=config)
@@ -201,9 +208,7 @@ def show_generation(
     whole_state, whole = kda_lm(params, empty, torch.cat([prompt, text]), config=config)
     prefilled = whole[len(prompt) :]
     difference, error = (decoded - prefilled).abs().max().item(), relative_rmse(decoded, prefilled)
-    print(
-        f"decode    {len(text)} calls at T = 1 after a prefill of {len(prompt)} bytes; against one prefill,"
-    )
+    print(f"decode    a prefill of {len(prompt)} bytes, then {len(text)} calls at T = 1; against one prefill")
     print(f"          logits: largest difference {difference:.1e}, relative RMSE {error:.1e}")
     for layer, (a, b) in enumerate(zip(decoded_state, whole_state, strict=True), 1):
         error = relative_rmse(a.recurrent_state, b.recurrent_state)
@@ -213,9 +218,9 @@ def show_generation(
     _, (samples, _) = from_one_state(params, state, logits[-1], noise)
     same = (samples[0] == text).sum().item()
     print(
-        f"sample    {SAMPLES} continuations by vmap from that one prefilled state, temperature {TEMPERATURE};"
+        f"sample    {SAMPLES} continuations by vmap from the one prefilled state, temperature {TEMPERATURE}"
     )
-    print(f"          the first has the noise of the decoded one, and {same} of its {len(text)} bytes")
+    print(f"          the first, given the noise of the decoded one, has {same} of its {len(text)} bytes")
     titles = ["prompt, its end", *(f"continuation {i + 1}" for i in range(SAMPLES))]
     for title, shown in zip(titles, [prompt[-160:], *samples], strict=True):
         lines = bytes(shown.tolist()).decode(errors="replace")
@@ -265,15 +270,11 @@ def draw(losses: list[float], heldout: dict[str, float], half_life: Tensor) -> F
     layers, heads, channels = half_life.shape
     rows = half_life.sort(-1, descending=True).values.flatten(0, 1)
     image = right.imshow(rows.tolist(), norm=LogNorm(), cmap="cividis", aspect="auto")
-    right.set_yticks(
-        range(layers * heads),
-        [f"layer {i}\nhead {j}" for i in range(1, layers + 1) for j in range(1, heads + 1)],
-    )
+    names = [f"layer {row // heads + 1}\nhead {row % heads + 1}" for row in range(layers * heads)]
+    right.set_yticks(range(len(names)), names)
     for row in range(1, layers * heads):
         right.axhline(row - 0.5, color="white", linewidth=1 if row % heads else 5)
-    right.set(
-        title="How long the memory lasts", xlabel=f"the {channels} channels of each head, longest first"
-    )
+    right.set(title="How long the memory lasts", xlabel=f"the {channels} channels of a head, longest first")
     figure.colorbar(image, label="half-life (bytes)", format="%g")
     return figure
 
@@ -283,9 +284,7 @@ def draw(losses: list[float], heldout: dict[str, float], half_life: Tensor) -> F
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the demo; returns its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m kda_fn.demo", description="A KDA language model, end to end."
-    )
+    parser = argparse.ArgumentParser("python -m kda_fn.demo", description="Trains and runs a KDA model.")
     parser.add_argument("--steps", type=int, default=STEPS, help="of training (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and samples (default: %(default)s)")
     parser.add_argument("--out", default="kda_demo.png", help="the figure (default: %(default)s)")
@@ -307,9 +306,9 @@ def main(argv: list[str] | None = None) -> int:
     start = time.perf_counter()
     params, losses = train(training, args.steps, generator, config=config)
     seconds = time.perf_counter() - start
-    trees: list[Any] = [params, init_kda_lm_state(config)]
-    size, memory = (sum(x.nbytes for x in optree.tree_leaves(tree)) for tree in trees)
-    print(f"model     {config.num_layers} KDA blocks, {size // 4:,} parameters; a state of {memory:,} bytes")
+    count = sum(p.numel() for p in leaves(params))
+    memory = sum(x.nbytes for x in leaves(init_kda_lm_state(config)))
+    print(f"model     {config.num_layers} KDA blocks, {count:,} parameters; a state of {memory:,} bytes")
     print(f"training  {len(losses)} steps of {ROWS} x {SEGMENT} bytes in {seconds:.0f} s")
 
     bits = {
@@ -322,10 +321,10 @@ def main(argv: list[str] | None = None) -> int:
 
     draw(losses, bits, half_lives(params, heldout, config=config)).savefig(args.out, dpi=200)
     print(f"figure    {args.out}")
-    if bits["KDA"] > min(bits["unigram"], bits["bigram"]) - MARGIN:
-        print(f"FAILED: the KDA model is not {MARGIN} bits better than the bigram and unigram models")
-        return 1
-    return 0
+    if bits["KDA"] < min(bits["unigram"], bits["bigram"]) - MARGIN:
+        return 0
+    print(f"FAILED: the KDA model does not beat the unigram and bigram models by {MARGIN} bits per byte")
+    return 1
 
 
 if __name__ == "__main__":

@@ -134,9 +134,7 @@ class KDAConfig:
         _check.promised_bound("KDAConfig", self.lower_bound)
         _check.one_of("KDAConfig", "output_gate", self.output_gate, ("low_rank", "full_rank"))
         _check.one_of("KDAConfig", "allow_neg_eigval", self.allow_neg_eigval, (False, True))
-        _check.number("KDAConfig", "norm_eps", self.norm_eps)
-        if not self.norm_eps >= 0:
-            raise ValueError(f"KDAConfig: norm_eps must not be negative, got {self.norm_eps}")
+        _check.epsilon("KDAConfig", "norm_eps", self.norm_eps)
         _check.power_of_two("KDAConfig", "chunk_size", self.chunk_size)
 
     # The sizes by their letters.

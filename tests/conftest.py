@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import subjects
+import torch
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -12,3 +15,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     subjects.DEVICE = config.getoption("--device")
+    if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+        # The workers share the cores; more threads than cores make all of them wait.
+        torch.set_num_threads(1)

@@ -103,7 +103,7 @@ def test_decode_with_inductor(config: str) -> None:
     first_state, x = _inputs(CONFIGS[config], 2, 4)
     state, outputs = first_state, []
     for x_t in x.split(1, 1):
-        state, y = decode(params, state, x_t)
+        state, y = decode(params, state, x_t.contiguous())
         outputs.append(y)
     assert isinstance(state, KDAState)
     assert_same((state, torch.cat(outputs, 1)), layer(params, first_state, x), rtol=RTOL)

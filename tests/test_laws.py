@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from laws import LAWS, Law
-from subjects import IMPLS, SUBJECTS, Subject
+import torch
+from laws import LAWS, Law, assert_identical, row
+from subjects import IMPLS, SUBJECTS, Subject, cast
 
 from kda_fn.types import Impl
 
@@ -20,3 +21,23 @@ CASES = [
 @pytest.mark.parametrize(("law", "subject", "impl"), CASES)
 def test_law(law: Law, subject: Subject, impl: Impl) -> None:
     law(subject, impl)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("subject", [s for s in SUBJECTS if not s.is_layer], ids=lambda subject: subject.name)
+def test_threads_change_no_bit(subject: Subject, impl: Impl) -> None:
+    """One thread or several, a row of a batch comes out as alone."""
+    sizes = {"H": 2, "HV": 2, "K": 64, "V": 48, "P": 99, "F": 101}
+    inputs = cast(subject, subject.inputs(batch=(5,), T=130, **sizes), torch.float32)
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            together = subject.call(inputs, impl)
+            results.append([y[3] for y in together])
+            results.append(list(subject.call(row(subject, inputs, 3), impl)))
+    finally:
+        torch.set_num_threads(threads)
+    for result in results[1:]:
+        assert_identical(result, results[0])

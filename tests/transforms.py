@@ -13,17 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.func import (
-    functionalize,
-    grad,
-    hessian,
-    jacfwd,
-    jacrev,
-    jvp,
-    linearize,
-    vjp,
-    vmap,
-)
+from torch.func import functionalize, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
@@ -163,7 +153,7 @@ def _vmap_none(p: Problem) -> Tensors:
 
 
 def _vmap_vmap(p: Problem) -> Tensors:
-    """The inner map over every argument, the outer one over some."""
+    """The inner map over every argument, the outer one over some; each adds an axis to every output."""
     outer = _some(p)
     grids = (torch.stack([rows, rows.flip(0)]) for rows in p.rows)
     args = (rows if axis is None else grid for rows, grid, axis in zip(p.rows, grids, outer, strict=True))
@@ -261,7 +251,7 @@ TRANSFORMS: dict[str, Transform] = {
     "compile(grad)": lambda p: _compiled(grad(p.loss, p.all), p, backend="eager"),
     "export": _export,
 }
-"""By name. hessian is jacfwd(jacrev)."""
+"""By name; outermost first. The hessian is jacfwd(jacrev)."""
 
 EXPECTED: dict[str, str] = {
     "functionalize": "plain",

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from kda_fn import _check
+from kda_fn import _check, ragged
 from kda_fn.layers.kimi_delta_attention import (
     check_params_and_state,
     check_shapes_and_dtypes,
@@ -81,9 +81,9 @@ def kda_lm(
     tokens : [*B T], int32 or int64.
     config, cu_seqlens, impl : as in `kimi_delta_attention`.
 
-    Raises ValueError or TypeError for an argument that does not fit.
+    Raises ValueError or TypeError for an argument that does not fit, before any work.
     """
-    _check_lm(params, state, tokens, config, cu_seqlens)
+    cu_seqlens = _check_lm(params, state, tokens, config, cu_seqlens)
     check_impl("kda_lm", impl)
     h = F.embedding(tokens, params.embedding)
     new_state = []
@@ -145,8 +145,8 @@ def _check_lm(
     tokens: Tensor,
     config: KDALMConfig,
     cu_seqlens: CuSeqlens | None,
-) -> None:
-    """That all parts belong together, before any block runs."""
+) -> tuple[int, ...] | None:
+    """That all parts belong together, before any block runs; returns cu_seqlens read once for all blocks."""
     caller = "kda_lm"
     _check.instance(caller, "config", config, KDALMConfig)
     _check.instance(caller, "params", params, KDALMParams)
@@ -172,6 +172,8 @@ def _check_lm(
     leaves = {**_check.leaves("params", params), **_check.leaves("state", state)}
     _check.floating(caller, leaves)
     _check.one_device(caller, {"tokens": tokens, **leaves})
+    if cu_seqlens is not None:
+        cu_seqlens = ragged.offsets(cu_seqlens, tokens.shape[-1])
     D, like = config.kda.D, ("params.embedding", params.embedding)
     norms = {"params.norm": params.norm}
     for block, (p, _) in zip(params.blocks, names, strict=True):
@@ -184,6 +186,7 @@ def _check_lm(
             caller, block.kda, block_state, config.kda, *like, tokens.shape, cu_seqlens, (f"{p}.kda", s)
         )
         check_swiglu(caller, block.mlp, *like, D, f"{p}.mlp")
+    return cu_seqlens
 
 
 def _rms_norm(x: Tensor, weight: Tensor, config: KDALMConfig) -> Tensor:

@@ -61,10 +61,12 @@ def kimi_delta_attention(
     a named impl that cannot serve.
     """
     _check_layer(params, state, x, config, cu_seqlens)
+    cu_seqlens = None if cu_seqlens is None else ragged.offsets(cu_seqlens)
     check_impl("kimi_delta_attention", impl)
     H, HV, K, V = config.H, config.HV, config.K, config.V
 
-    qkv = F.linear(x, params.qkv)
+    # Under autocast a projection leaves x's dtype; the state must not.
+    qkv = F.linear(x, params.qkv).to(x.dtype)
     conv_state, qkv = causal_conv1d(state.conv_state, qkv, params.conv, cu_seqlens=cu_seqlens, impl=impl)
     q, k, v = qkv.split([H * K, H * K, HV * V], -1)
     q = l2_norm(q.unflatten(-1, (H, K)), impl=impl)
@@ -90,7 +92,7 @@ def kimi_delta_attention(
     )
     gate = _project(params.output_gate, x).unflatten(-1, (HV, V))
     o = gated_rms_norm(o, gate, params.norm, eps=config.norm_eps, impl=impl)
-    return KDAState(conv_state, recurrent_state), F.linear(o.flatten(-2), params.out)
+    return KDAState(conv_state, recurrent_state), F.linear(o.flatten(-2), params.out).to(x.dtype)
 
 
 def init_kimi_delta_attention(

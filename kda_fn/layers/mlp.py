@@ -27,7 +27,7 @@ class SwiGLUParams(NamedTuple):
 def swiglu(params: SwiGLUParams, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
     """y = down (silu(gate x) · up x), on the last axis.
 
-    Raises ValueError or TypeError for an argument that does not fit.
+    Raises ValueError or TypeError for an argument that does not fit, before any work.
     """
     _check.instance("swiglu", "params", params, SwiGLUParams)
     _check.floating("swiglu", {"x": x, **_check.leaves("params", params)})

@@ -5,7 +5,7 @@ transition matrices, windows by index. Signatures are the library's, without `im
 arguments are taken to float64 and all results are float64. Nothing is written in place, so that each oracle
 can be differentiated to any order and stands under every transform.
 
-    KDA          S_t = (I - beta_t k_t k_t^T) diag(exp g_t) S_{t-1} + beta_t k_t v_t^T    o_t = scale S_t^T q_t
+    KDA          S_t = (I - beta_t k_t k_t^T) diag(exp g_t) S_{t-1} + beta_t k_t v_t^T   o_t = scale S_t^T q_t
     convolution  y_t = act(Σ_i weight[:, i] (state, x)[t + i] + bias)
 """
 

@@ -44,7 +44,7 @@ def _check_inputs(
             **{name: (x, "F") for name, x in weights.items()},
         },
     )
-    _check.number(caller, "eps", eps)
+    _check.epsilon(caller, "eps", eps)
     _check.one_of(caller, "activation", activation, ("sigmoid", "silu"))
 
 

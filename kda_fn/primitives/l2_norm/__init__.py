@@ -13,7 +13,7 @@ __all__ = ["l2_norm"]
 def _check_l2_norm(x: Tensor, *, eps: float) -> None:
     _check.floating("l2_norm", {"x": x})
     _check.shapes("l2_norm", {"x": (x, "*B F")})
-    _check.number("l2_norm", "eps", eps)
+    _check.epsilon("l2_norm", "eps", eps)
 
 
 _L2_NORM = Primitive("l2_norm", check=_check_l2_norm, reference=reference.l2_norm)
