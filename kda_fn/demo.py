@@ -217,9 +217,7 @@ def show_generation(
     from_one_state = torch.func.vmap(partial(generate, config=config), in_dims=(None, None, None, 0))
     _, (samples, _) = from_one_state(params, state, logits[-1], noise)
     same = (samples[0] == text).sum().item()
-    print(
-        f"sample    {SAMPLES} continuations by vmap from the one prefilled state, temperature {TEMPERATURE}"
-    )
+    print(f"sample    {SAMPLES} continuations by vmap from that prefilled state, temperature {TEMPERATURE}")
     print(f"          the first, given the noise of the decoded one, has {same} of its {len(text)} bytes")
     titles = ["prompt, its end", *(f"continuation {i + 1}" for i in range(SAMPLES))]
     for title, shown in zip(titles, [prompt[-160:], *samples], strict=True):
@@ -260,8 +258,9 @@ def draw(losses: list[float], heldout: dict[str, float], half_life: Tensor) -> F
 
     kilobytes = [(step + 1) * ROWS * SEGMENT / 1000 for step in range(len(losses))]
     windows = [losses[max(0, step - 10) : step + 11] for step in range(len(losses))]
+    means = [sum(window) / len(window) for window in windows]
     left.plot(kilobytes, losses, color="0.8", linewidth=0.8)
-    left.plot(kilobytes, [sum(w) / len(w) for w in windows], color="black", label="training, 21 steps' mean")
+    left.plot(kilobytes, means, color="black", label="training, mean of 21 steps")
     for (name, value), color in zip(heldout.items(), ("#CC79A7", "#E69F00", "#0072B2"), strict=True):
         left.axhline(value, color=color, linestyle="--", label=f"{name}, held out: {value:.2f}")
     left.set(title="Compression of Python's help text", xlabel="text read (kB)", ylabel="bits per byte")

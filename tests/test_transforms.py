@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -24,6 +24,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr N
 IMPLS: tuple[Impl, ...] = ("reference", "fallback")
 
 Lead = tuple[int, ...]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """The tensors are tiny: a second thread would only wait."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class Subject(NamedTuple):
