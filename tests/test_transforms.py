@@ -113,14 +113,14 @@ def _subject(
 
 
 def _layer(config: KDAConfig) -> Subject:
-    """The layer as a function of the leaves of (params, state, x); T = 3 and chunks of 2."""
+    """The layer as a function of the leaves of (params, state, x); T = 2 in one chunk."""
     params = kda_fn.init_kimi_delta_attention(config, dtype=torch.float64)
     if isinstance(params.output_gate, LowRank):  # one projection with a bias, one without
         bias = torch.zeros(config.HV * config.V, dtype=torch.float64)
         params = params._replace(output_gate=params.output_gate._replace(bias=bias))
     if config.lower_bound is not None:
         params = params._replace(A_log=torch.zeros(0, dtype=torch.float64))
-    like = (params, kda_fn.init_state(config, dtype=torch.float64), torch.zeros(3, config.D))
+    like = (params, kda_fn.init_state(config, dtype=torch.float64), torch.zeros(2, config.D))
     leaves, structure = pytree.tree_flatten(like)
 
     def draw(generator: torch.Generator, lead: Lead) -> Tensors:

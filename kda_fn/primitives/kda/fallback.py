@@ -32,7 +32,7 @@ from kda_fn.types import CuSeqlens, Float, Tensor
 
 __all__ = ["kda", "kda_step"]
 
-WORKING_SET = 2**18
+WORKING_SET = 2**19
 """Bytes of one tensor of the chunks that are worked on together: what stays in a processor's cache."""
 
 
