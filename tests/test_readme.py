@@ -1,0 +1,52 @@
+"""What the README shows is true."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from laws import assert_close
+
+import kda_fn
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_example_runs() -> None:
+    """Decode and the vmapped branches are what one call on the whole gives; the gradient is one of params."""
+    code = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+    assert code
+    names: dict[str, Any] = {}
+    exec(code[1], names)
+    layer, params, start = names["layer"], names["params"], kda_fn.init_state(names["config"])
+    seen = torch.cat([names["prompt"], names["token"]])
+    assert_close(names["y_next"], layer(params, start, seen)[1][-1:], 1e-5)
+    beam = layer(params, start, torch.cat([seen, names["beams"][3]]))
+    assert_close([names["ys"][3], names["states"].recurrent_state[3]], [beam[1][-1:], beam[0][1]], 1e-5)
+    assert type(names["slopes"]) is kda_fn.KDAParams
+    assert all(bool(slope.any()) for slope in names["slopes"].decay[:2])
+
+
+def test_its_commands_and_files_exist() -> None:
+    """Every make target, linked file and picture is there."""
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"make ([a-z-]+)", README)) <= targets
+    links = re.findall(r"\]\((?!http)([^)#]+)\)", README)
+    assert links
+    assert all((ROOT / link).exists() for link in links)
+
+
+def test_every_public_function_of_the_table_exists() -> None:
+    """The table of functions names what the library exports."""
+    table = README.split("## The functions")[1].split("##")[0]
+    names = [
+        name
+        for row in table.splitlines()
+        if row.startswith("|")
+        for name in re.findall(r"`(\w+)`", row.split("|")[1])
+    ]
+    assert len(names) > 10
+    assert all(hasattr(kda_fn, name) for name in names)
