@@ -32,8 +32,8 @@ def kda_inputs(draw: st.DrawFn, *, longest: int = 80, batch: tuple[int, ...] | N
         seed=draw(SEEDS),
         H=H,
         HV=H * group,
-        K=draw(st.integers(1, 9)),
-        V=draw(st.integers(1, 9)),
+        K=draw(st.one_of(st.integers(1, 9), st.sampled_from([16, 40]))),
+        V=draw(st.one_of(st.integers(1, 9), st.sampled_from([16, 40]))),
     )
     share = draw(st.sampled_from([0.0, 0.05, 1.0]))
     generator = torch.Generator().manual_seed(draw(SEEDS))

@@ -123,7 +123,8 @@ def _subject(
 def _layer(config: KDAConfig) -> Subject:
     """The layer as a function of the leaves of (params, state, x); T = 2 in one chunk."""
     params = kda_fn.init_kimi_delta_attention(config, dtype=torch.float64)
-    if isinstance(params.output_gate, LowRank):  # one projection with a bias, one without
+    # An absent tensor, of shape [0], beside one that is there: the biases here, A_log there.
+    if isinstance(params.output_gate, LowRank):
         bias = torch.zeros(config.HV * config.V, dtype=torch.float64)
         params = params._replace(output_gate=params.output_gate._replace(bias=bias))
     if config.lower_bound is not None:

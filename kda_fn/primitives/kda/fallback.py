@@ -266,8 +266,8 @@ def _inner_products(rows: Tensor, columns: Tensor) -> Tensor:
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
     """a @ b; no matrix's result depends, to the bit, on how many others it is batched with."""
     if a.shape[:-2].numel() == b.shape[:-2].numel() == 1:
-        # BLAS takes another route for a single matrix than for a batch.
-        return (torch.stack([a, a]) @ torch.stack([b, b]))[0]
+        # BLAS takes another route for a single matrix than for a batch: make it two, of the same memory.
+        return (a.expand(2, *a.shape) @ b.expand(2, *b.shape))[0]
     return a @ b
 
 
