@@ -147,9 +147,9 @@ def test_training_step_with_grad() -> None:
         gradients = grad(partial(_loss, layer=layer))(params, state, x)
         return gradients, pytree.tree_map(lambda p, g: p - 0.1 * g, params, gradients)
 
-    first = _inputs(KIMI_LINEAR, 2, 3, seed=2)
+    first = _inputs(KIMI_LINEAR, 2, 2, seed=2)
     compiled = _compiled_once(step, params, *first, backend="aot_eager")
-    state, x = _inputs(KIMI_LINEAR, 2, 3)
+    state, x = _inputs(KIMI_LINEAR, 2, 2)
     actual = compiled(params, state, x)
     assert all(isinstance(part, KDAParams) for part in actual)
     assert_same(actual, step(params, state, x), rtol=RTOL)
@@ -158,7 +158,7 @@ def test_training_step_with_grad() -> None:
 def test_training_step_with_backward() -> None:
     """A compiled loss, `backward` through it, and gradients on the leaves of the parameters."""
     layer, params = _layer(KIMI_K3)
-    state, x = _inputs(KIMI_K3, 2, 3)
+    state, x = _inputs(KIMI_K3, 2, 2)
 
     def gradients(loss: Callable[..., Tensor]) -> list[Tensor]:
         leaves = pytree.tree_map(lambda p: p.clone().requires_grad_(), params)
