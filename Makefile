@@ -18,7 +18,7 @@ lint: $(VENV)/.dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 test-slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -n auto -m slow $(ARGS)
 
 bench: $(VENV)/.peers
 	$(BIN)/python benchmarks/cpu.py $(ARGS)

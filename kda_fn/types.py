@@ -79,7 +79,11 @@ class LowRank(NamedTuple):
 
 
 class KDAParams(NamedTuple):
-    """The parameters of one KDA layer (`kda_fn.kimi_delta_attention`). Weights are [out, in]."""
+    """The parameters of one KDA layer (`kda_fn.kimi_delta_attention`). Weights are [out, in].
+
+    A tensor of shape [0] is absent: `torch.func.grad` returns one like it, `torch.autograd.grad` wants
+    `materialize_grads=True` for it.
+    """
 
     qkv: Float[Tensor, "P D"]
     """The three projections merged, q above k above v."""
