@@ -180,8 +180,10 @@ def _kda_chunks(
         chunks = _chunk_terms(*(_to_chunks(x, C, H).to(dtype) for x in portion), scale=scale)
         for count, chunk in zip(counts, zip(*(x.split(counts) for x in chunks), strict=True), strict=True):
             k_in, k_out, q_in, v_c, decay, solve, A = chunk
-            finished.append(S[count:])
-            S = S[:count]
+            if count < len(S):
+                # Only where some end: a view, even an empty one, would keep this whole state alive.
+                finished.append(S[count:])
+                S = S[:count]
             d = _matmul(solve, v_c - _matmul(k_in, S))
             outputs.append((_matmul(q_in, S) + _matmul(A, d)).to(v.dtype))
             S = torch.addcmul(_matmul(k_out.mT, d), decay.mT, S)
