@@ -60,8 +60,7 @@ def kimi_delta_attention(
     Raises ValueError or TypeError for an argument that does not fit, before any work; NotImplementedError for
     a named impl that cannot serve.
     """
-    _check_layer(params, state, x, config, cu_seqlens)
-    cu_seqlens = None if cu_seqlens is None else ragged.offsets(cu_seqlens)
+    cu_seqlens = _check_layer(params, state, x, config, cu_seqlens)
     check_impl("kimi_delta_attention", impl)
     H, HV, K, V = config.H, config.HV, config.K, config.V
 
@@ -165,15 +164,18 @@ def _at_least_float32(x: Tensor) -> Tensor:
 
 def _check_layer(
     params: KDAParams, state: KDAState, x: Tensor, config: KDAConfig, cu_seqlens: CuSeqlens | None
-) -> None:
-    """That params, state, x and config belong together; the primitives check what they are given."""
+) -> tuple[int, ...] | None:
+    """That params, state, x and config belong together; returns cu_seqlens, read once for what follows."""
     caller = "kimi_delta_attention"
     _check.instance(caller, "config", config, KDAConfig)
     check_params_and_state(caller, params, state, config)
     _check.floating(caller, {"x": x, **_check.leaves("params", params), **_check.leaves("state", state)})
     if x.ndim < 2 or x.shape[-1] != config.D:
         raise ValueError(f"{caller}: x has shape {tuple(x.shape)}, expected [*B T D] with D={config.D}")
+    if cu_seqlens is not None:
+        cu_seqlens = ragged.offsets(cu_seqlens, x.shape[-2])
     check_shapes_and_dtypes(caller, params, state, config, "x", x, x.shape[:-1], cu_seqlens)
+    return cu_seqlens
 
 
 def check_params_and_state(
