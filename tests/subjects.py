@@ -20,8 +20,18 @@ import kda_fn
 from kda_fn import KDAConfig, KDAState
 from kda_fn.types import Impl
 
-IMPLS: tuple[Impl, ...] = ("reference", "fallback")
-"""The implementations that run on any machine."""
+PURE: tuple[Impl, ...] = ("reference", "fallback")
+"""The implementations in plain torch, which serve every dtype."""
+
+IMPLS: tuple[Impl, ...] = (*PURE, "triton")
+"""All that the laws run for; `conftest.py` serves the kernels where there is no device for them."""
+
+DTYPES: dict[Impl, tuple[torch.dtype, ...]] = {
+    impl: (torch.float64, torch.float32) if impl in PURE else (torch.float32,) for impl in IMPLS
+}
+"""The dtypes above half precision that an implementation serves, the widest first."""
+
+WIDEST: dict[Impl, torch.dtype] = {impl: dtypes[0] for impl, dtypes in DTYPES.items()}
 
 DEVICE = "cpu"
 """Where the inputs of the laws are made (`pytest --device`)."""
@@ -64,10 +74,10 @@ class Subject:
         return tree_map(lambda x: x.to(DEVICE), inputs)
 
     def call(self, inputs: Inputs, impl: Impl | None, cu_seqlens: Any = None) -> tuple[Tensor, ...]:
-        """The implementation's outputs, or with None the oracle's, which runs on the CPU."""
-        if impl is not None or DEVICE == "cpu":
+        """The implementation's outputs, or with None the oracle's, which runs in float64 on the CPU."""
+        if impl is not None:
             return self.run(inputs, impl, cu_seqlens)
-        outputs = self.run(tree_map(lambda x: x.to("cpu"), inputs), None, cu_seqlens)
+        outputs = self.run(tree_map(lambda x: x.to("cpu", torch.float64), inputs), None, cu_seqlens)
         return tuple(y.to(DEVICE) for y in outputs)
 
 

@@ -102,12 +102,13 @@ def test_primitives_keep_to_themselves(name: str) -> None:
 
 
 OWN_PLACE = {
-    # package: the only file that imports it, and whether it may not do so when it is imported itself
-    "jaxtyping": ("types.py", False),
-    "matplotlib": ("demo.py", False),
-    "torch_npu": ("ascendc.py", True),
-    "tqdm": ("demo.py", False),
-    "triton": ("kernels.py", True),
+    # package: the only files that import it, and whether they may not do so when they are imported themselves
+    "jaxtyping": ({"types.py"}, False),
+    "matplotlib": ({"demo.py"}, False),
+    "torch_npu": ({"ascendc.py", "_targets.py"}, True),
+    "tqdm": ({"demo.py"}, False),
+    # A kernels.py is imported at its first launch: `test_importing_is_light`.
+    "triton": ({"kernels.py"}, False),
 }
 
 
@@ -119,8 +120,8 @@ def test_third_parties(name: str) -> None:
         top = target.split(".")[0]
         if top in ("kda_fn", "torch", "optree", *sys.stdlib_module_names):
             continue
-        where, lazily = OWN_PLACE.get(top, ("nowhere", False))
-        assert file == where, f"{name} imports {top}"
+        where, lazily = OWN_PLACE.get(top, (set(), False))
+        assert file in where, f"{name} imports {top}"
         assert not (lazily and at_import), f"{name} imports {top} when it is imported"
 
 

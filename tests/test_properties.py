@@ -1,4 +1,7 @@
-"""Properties over random shapes, splits, dtypes, layouts and gates (hypothesis)."""
+"""Properties over random shapes, splits, dtypes, layouts and gates (hypothesis).
+
+Of the implementations in plain torch: a kernel would be compiled anew for nearly every example.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws import VALUE, assert_close, assert_identical, at_times, in_pieces
-from subjects import CONV, IMPLS, KDA, Inputs, Subject, cast
+from subjects import CONV, KDA, PURE, Inputs, Subject, cast
 from torch import Tensor
 
 import kda_fn
@@ -60,7 +63,7 @@ def is_trivial(outputs: tuple[Tensor, ...]) -> bool:
     return any(y.numel() == 0 or not bool(y.any()) for y in outputs)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", PURE)
 @given(inputs=kda_inputs(), dtype=DTYPES, layout=st.integers(0, 2), chunk=st.sampled_from([4, 16, 64]))
 def test_kda_agrees(impl: Impl, inputs: Inputs, dtype: torch.dtype, layout: int, chunk: int) -> None:
     """Any sizes, decays, dtype and layout: the oracle's result."""
@@ -74,7 +77,7 @@ def test_kda_agrees(impl: Impl, inputs: Inputs, dtype: torch.dtype, layout: int,
             assert_close([y], [e], VALUE[dtype])
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", PURE)
 @pytest.mark.parametrize("subject", [KDA, CONV], ids=lambda subject: subject.name)
 @given(seed=SEEDS, T=st.integers(1, 80), cuts=st.lists(st.integers(0, 80), max_size=4))
 def test_any_split_resumes(subject: Subject, impl: Impl, seed: int, T: int, cuts: list[int]) -> None:
@@ -84,7 +87,7 @@ def test_any_split_resumes(subject: Subject, impl: Impl, seed: int, T: int, cuts
     assert_close(in_pieces(subject, impl, inputs, places), subject.call(inputs, None), VALUE[torch.float64])
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", PURE)
 @pytest.mark.parametrize("subject", [KDA, CONV], ids=lambda subject: subject.name)
 @given(seed=SEEDS, lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6), dtype=DTYPES)
 def test_any_packing_is_one_by_one(
@@ -102,7 +105,7 @@ def test_any_packing_is_one_by_one(
         assert_identical((*(state[n] for state in outputs[:-1]), y), alone)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", PURE)
 @given(inputs=kda_inputs(batch=(3,)), pick=st.integers(0, 2))
 def test_no_row_depends_on_another(impl: Impl, inputs: Inputs, pick: int) -> None:
     """A row of a batch comes out as alone, to the bit, whatever its neighbours hold."""

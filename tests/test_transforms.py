@@ -7,12 +7,14 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import pytest
+import subjects
 import torch
 from oracles import torch_oracles as oracles
+from subjects import IMPLS, PURE, WIDEST
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils import _pytree as pytree
-from transforms import EXPECTED, TRANSFORMS, Problem, Tensors, assert_same, problem_of
+from transforms import EXPECTED, HIGHER, TRANSFORMS, VALUES, Problem, Tensors, assert_same, problem_of
 
 import kda_fn
 from kda_fn import KDAConfig, LowRank
@@ -23,8 +25,6 @@ from kda_fn.types import Impl
 pytestmark = pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")
 
 Lead = tuple[int, ...]
-
-BOTH: tuple[Impl, ...] = ("reference", "fallback")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -113,8 +113,9 @@ def _subject(
     Where a primitive's fallback is its definition, one of the two is tested.
     """
     public = getattr(kda_fn, name)
-    calls = {impl: PRIMITIVES[public].implementations[impl].call for impl in BOTH}
-    impls = BOTH if calls["fallback"] is not calls["reference"] else ("reference",)
+    calls = {impl: PRIMITIVES[public].implementations[impl].call for impl in PURE}
+    same = calls["fallback"] is calls["reference"]
+    impls: tuple[Impl, ...] = ("reference", "triton") if same else IMPLS
     function = partial(wrap(public), **options)
     function = function if chunk_size is None else partial(function, chunk_size=chunk_size)
     return Subject(impls, function, partial(wrap(getattr(oracles, name)), **options), draw, few)
@@ -146,7 +147,7 @@ def _layer(config: KDAConfig) -> Subject:
     # The state, which comes before x, and the smallest of the parameters.
     few = (len(leaves) - 2, len(leaves) - 1, _index(leaves, params.norm))
     layer, oracle = of_leaves(kda_fn.kimi_delta_attention), of_leaves(oracles.kimi_delta_attention)
-    return Subject(BOTH, layer, oracle, draw, few)
+    return Subject(IMPLS, layer, oracle, draw, few)
 
 
 def _index(leaves: list[Tensor], tensor: Tensor) -> int:
@@ -220,31 +221,49 @@ def _flat(function: Callable[..., Any], *args: Tensor) -> Tensors:
 
 
 @cache
-def _problem(name: str, impl: Impl | None) -> Problem:
-    """impl None is the oracle."""
+def _problem(name: str, impl: Impl) -> Problem:
     subject = SUBJECTS[name]
-    function = subject.oracle if impl is None else partial(subject.function, impl=impl)
-    return problem_of(partial(_flat, function), subject.draw, few=subject.few)
+    function = partial(subject.function, impl=impl)
+    problem = problem_of(partial(_flat, function), subject.draw, few=subject.few)
+    # Plain torch is the same everywhere, and on the CPU these sizes are fastest.
+    return problem.to(WIDEST[impl], "cpu" if impl in PURE else subjects.DEVICE)
 
 
 @cache
-def _expected(name: str, transform: str) -> Any:
-    return TRANSFORMS[transform](_problem(name, None))
+def _expected(name: str, transform: str, dtype: torch.dtype) -> Any:
+    """The oracle's, in float64 on the numbers rounded to `dtype`."""
+    subject = SUBJECTS[name]
+    problem = problem_of(partial(_flat, subject.oracle), subject.draw, few=subject.few)
+    return TRANSFORMS[transform](problem.to(dtype).to(torch.float64))
+
+
+def _tolerances(transform: str, dtype: torch.dtype) -> dict[str, float]:
+    """In float32 some three times the error of the plain torch implementations, by order of derivative.
+
+    The sizes are tiny, and so badly conditioned: one rounding of the layer's inputs alone moves some of its
+    gradients by 5e-6. And the norm of a single value is a sign, up to eps: the smallest leaves are what
+    cancellation left of it.
+    """
+    if dtype == torch.float64:
+        return {"rtol": 1e-10}
+    return {"rtol": 5e-6 if transform in VALUES else 1e-4 if transform in HIGHER else 5e-5, "floor": 1e-2}
 
 
 def test_there_are_32() -> None:
     assert len(TRANSFORMS) == 32
-    assert EXPECTED.keys() <= TRANSFORMS.keys()
+    assert EXPECTED.keys() | VALUES | HIGHER <= TRANSFORMS.keys()
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize(("subject", "impl"), CASES)
 def test_transform(subject: str, impl: Impl, transform: str) -> None:
     actual = TRANSFORMS[transform](_problem(subject, impl))
-    assert_same(actual, _expected(subject, EXPECTED.get(transform, transform)), rtol=1e-10)
+    expected = _expected(subject, EXPECTED.get(transform, transform), WIDEST[impl])
+    assert_same(actual, expected, **_tolerances(transform, WIDEST[impl]))
 
 
-@pytest.mark.parametrize(("subject", "impl"), CASES)
+# Finite differences need float64.
+@pytest.mark.parametrize(("subject", "impl"), [case for case in CASES if case[1] in PURE])
 def test_gradcheck(subject: str, impl: Impl) -> None:
     """Both modes and their batched forms against finite differences, and the derivatives of the backward."""
     problem = _problem(subject, impl)

@@ -20,7 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 __all__ = [
     "EXPECTED",
+    "HIGHER",
     "TRANSFORMS",
+    "VALUES",
     "Function",
     "Problem",
     "Tensors",
@@ -58,6 +60,12 @@ class Problem(NamedTuple):
         """A second point, of the shapes of `args`: what a trace must not have baked in."""
         return tuple(row[0].clone() for row in self.rows)
 
+    def to(self, dtype: torch.dtype, device: str = "cpu") -> Problem:
+        """The same problem with its numbers in `dtype`, there."""
+        groups = self.args, self.tangents, self.rows, self.row_tangents
+        args, tangents, rows, row_tangents = (tuple(x.to(device, dtype) for x in group) for group in groups)
+        return self._replace(args=args, tangents=tangents, rows=rows, row_tangents=row_tangents)
+
     def loss(self, *args: Tensor) -> Tensor:
         """A scalar whose derivatives of every order involve every output."""
         return torch.stack([(y.sin() + y.square()).sum() for y in self.function(*args)]).sum()
@@ -84,10 +92,10 @@ def problem_of(
     return Problem(function, args, tuple(map(direction, args)), stacked, tuple(map(direction, stacked)), few)
 
 
-def assert_same(actual: Any, expected: Any, *, rtol: float) -> None:
+def assert_same(actual: Any, expected: Any, *, rtol: float, floor: float = 1e-4) -> None:
     """As many leaves and, leaf by leaf, a relative RMSE of at most `rtol`; expected must not be all zeros.
 
-    A leaf that cancels to (nearly) nothing is measured against the largest leaf's noise instead.
+    A leaf that cancels to (nearly) nothing, to less than `floor` of the largest, is measured against that.
     """
     leaves, expected_leaves = pytree.tree_leaves(actual), pytree.tree_leaves(expected)
     assert len(leaves) == len(expected_leaves), f"{len(leaves)} leaves, expected {len(expected_leaves)}"
@@ -95,8 +103,8 @@ def assert_same(actual: Any, expected: Any, *, rtol: float) -> None:
     assert scale > 0, "an all-zero output would pass this test"
     for n, (a, e) in enumerate(zip(leaves, expected_leaves, strict=True)):
         assert a.shape == e.shape, f"leaf {n} has shape {tuple(a.shape)}, expected {tuple(e.shape)}"
-        error, size = _rms(a.detach() - e.detach()), _rms(e)
-        bound = rtol * max(size, 1e-4 * scale)
+        error, size = _rms(a.detach().to(e.device) - e.detach()), _rms(e)
+        bound = rtol * max(size, floor * scale)
         assert error <= bound, f"leaf {n} of {len(leaves)}: RMSE {error:.3g} of {size:.3g}"
 
 
@@ -264,3 +272,20 @@ EXPECTED: dict[str, str] = {
     "export": "plain",
 }
 """Transforms that change how a function runs, not what it computes: what each must equal."""
+
+VALUES = {"plain", "vmap", "vmap, other axes", "vmap, None for some", "vmap(vmap)"} | {
+    name for name, same in EXPECTED.items() if same == "plain"
+}
+"""Transforms that take no derivative."""
+
+HIGHER = {
+    "double backward",
+    "hessian",
+    "jacrev(jacfwd)",
+    "jacrev(jacrev)",
+    "jacfwd(jacfwd)",
+    "jvp(jvp)",
+    "third order",
+    "vmap(hessian)",
+}
+"""Transforms that take a derivative of a derivative."""

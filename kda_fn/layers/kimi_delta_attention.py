@@ -67,9 +67,8 @@ def kimi_delta_attention(
     # Under autocast a projection leaves x's dtype; the state must not.
     qkv = F.linear(x, params.qkv).to(x.dtype)
     conv_state, qkv = causal_conv1d(state.conv_state, qkv, params.conv, cu_seqlens=cu_seqlens, impl=impl)
-    q, k, v = qkv.split([H * K, H * K, HV * V], -1)
-    q = l2_norm(q.unflatten(-1, (H, K)), impl=impl)
-    k = l2_norm(k.unflatten(-1, (H, K)), impl=impl)
+    qk, v = qkv.split([2 * H * K, HV * V], -1)
+    q, k = l2_norm(qk.unflatten(-1, (2 * H, K)), impl=impl).split(H, -2)
     v = v.unflatten(-1, (HV, V))
 
     raw = _project(params.decay, x).unflatten(-1, (HV, K))

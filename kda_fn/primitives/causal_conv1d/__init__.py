@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Literal
 
 from kda_fn import _check, ragged
+from kda_fn.primitives._kernel import kernel
 from kda_fn.primitives._primitive import Primitive
 from kda_fn.primitives.causal_conv1d import fallback, reference
 from kda_fn.types import CuSeqlens, Float, Impl, Tensor
@@ -47,11 +48,27 @@ def _check_causal_conv1d(
     _check.one_of(caller, "activation", activation, ("silu", None))
 
 
+def _outputs(
+    conv_state: Tensor, x: Tensor, *_weights: Tensor | None, **_options: object
+) -> tuple[Tensor, ...]:
+    return conv_state.new_empty(conv_state.shape), x.new_empty(x.shape)
+
+
 _CAUSAL_CONV1D = Primitive(
     "causal_conv1d",
     check=_check_causal_conv1d,
     reference=reference.causal_conv1d,
     fallback=fallback.causal_conv1d,
+    kernels={
+        "triton": kernel(
+            "causal_conv1d(Tensor conv_state, Tensor x, Tensor weight, Tensor? bias, *, str? activation, "
+            "int[]? cu_seqlens) -> (Tensor, Tensor)",
+            module="kda_fn.primitives.causal_conv1d.kernels",
+            outputs=_outputs,
+            fallback=fallback.causal_conv1d,
+            shared=(2, 3),
+        )
+    },
 )
 
 

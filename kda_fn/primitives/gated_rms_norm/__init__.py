@@ -6,6 +6,7 @@ x, gate, y [*B F]   weight [F]      act: sigmoid (KDA) or SiLU
 from __future__ import annotations
 
 from kda_fn import _check
+from kda_fn.primitives._kernel import kernel
 from kda_fn.primitives._primitive import Primitive
 from kda_fn.primitives.gated_rms_norm import reference
 from kda_fn.types import Activation, Float, Impl, Tensor
@@ -48,9 +49,44 @@ def _check_inputs(
     _check.one_of(caller, "activation", activation, ("sigmoid", "silu"))
 
 
-_NORM = Primitive("gated_rms_norm", check=_check_norm, reference=reference.gated_rms_norm)
+def _output(x: Tensor, *_others: Tensor | None, **_options: object) -> tuple[Tensor, ...]:
+    return (x.new_empty(x.shape),)
+
+
+def _outputs(residual: Tensor, x: Tensor, *_others: Tensor | None, **_options: object) -> tuple[Tensor, ...]:
+    return residual.new_empty(residual.shape), x.new_empty(x.shape)
+
+
+_KERNELS = "kda_fn.primitives.gated_rms_norm.kernels"
+
+_NORM = Primitive(
+    "gated_rms_norm",
+    check=_check_norm,
+    reference=reference.gated_rms_norm,
+    kernels={
+        "triton": kernel(
+            "gated_rms_norm(Tensor x, Tensor gate, Tensor? weight, *, float eps, str activation) -> Tensor",
+            module=_KERNELS,
+            outputs=_output,
+            fallback=reference.gated_rms_norm,
+            shared=(2,),
+        )
+    },
+)
 _RESIDUAL_NORM = Primitive(
-    "residual_gated_rms_norm", check=_check_residual_norm, reference=reference.residual_gated_rms_norm
+    "residual_gated_rms_norm",
+    check=_check_residual_norm,
+    reference=reference.residual_gated_rms_norm,
+    kernels={
+        "triton": kernel(
+            "residual_gated_rms_norm(Tensor residual, Tensor x, Tensor gate, Tensor? weight, *, float eps, "
+            "str activation) -> (Tensor, Tensor)",
+            module=_KERNELS,
+            outputs=_outputs,
+            fallback=reference.residual_gated_rms_norm,
+            shared=(3,),
+        )
+    },
 )
 
 

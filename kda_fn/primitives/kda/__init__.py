@@ -12,6 +12,7 @@ Source: Kimi Linear, arXiv:2510.26692.
 from __future__ import annotations
 
 from kda_fn import _check, ragged
+from kda_fn.primitives._kernel import kernel
 from kda_fn.primitives._primitive import Primitive
 from kda_fn.primitives.kda import fallback, reference
 from kda_fn.types import CuSeqlens, Float, Impl, Tensor
@@ -86,8 +87,44 @@ def _check_tensors(caller: str, specs: dict[str, tuple[Tensor, str]]) -> None:
     _check.multiple_heads(caller, _check.shapes(caller, specs))
 
 
-_KDA = Primitive("kda", check=_check_kda, reference=reference.kda, fallback=fallback.kda)
-_KDA_STEP = Primitive("kda_step", check=_check_step, reference=reference.kda_step, fallback=fallback.kda_step)
+def _outputs(
+    initial_state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **_options: object
+) -> tuple[Tensor, ...]:
+    return initial_state.new_empty(initial_state.shape), v.new_empty(v.shape)
+
+
+_KERNELS = "kda_fn.primitives.kda.kernels"
+_TENSORS = "Tensor initial_state, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta"
+
+_KDA = Primitive(
+    "kda",
+    check=_check_kda,
+    reference=reference.kda,
+    fallback=fallback.kda,
+    kernels={
+        "triton": kernel(
+            f"kda({_TENSORS}, *, float? scale, float? lower_bound, int chunk_size, int[]? cu_seqlens) "
+            "-> (Tensor, Tensor)",
+            module=_KERNELS,
+            outputs=_outputs,
+            fallback=fallback.kda,
+        )
+    },
+)
+_KDA_STEP = Primitive(
+    "kda_step",
+    check=_check_step,
+    reference=reference.kda_step,
+    fallback=fallback.kda_step,
+    kernels={
+        "triton": kernel(
+            f"kda_step({_TENSORS}, *, float? scale) -> (Tensor, Tensor)",
+            module=_KERNELS,
+            outputs=_outputs,
+            fallback=fallback.kda_step,
+        )
+    },
+)
 
 
 @_KDA.public

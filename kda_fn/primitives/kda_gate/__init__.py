@@ -8,7 +8,10 @@ raw, g [*B HV K]   A_log [HV]   dt_bias [HV*K]      g in natural units of log de
 
 from __future__ import annotations
 
+import torch
+
 from kda_fn import _check
+from kda_fn.primitives._kernel import kernel
 from kda_fn.primitives._primitive import Primitive
 from kda_fn.primitives.kda_gate import reference
 from kda_fn.types import Float, Impl, Tensor
@@ -29,7 +32,24 @@ def _check_kda_gate(raw: Tensor, A_log: Tensor, dt_bias: Tensor, *, lower_bound:
         raise ValueError(f"kda_gate: dt_bias has shape {tuple(dt_bias.shape)}, expected [HV*K] = ({HV * K},)")
 
 
-_KDA_GATE = Primitive("kda_gate", check=_check_kda_gate, reference=reference.kda_gate)
+def _outputs(raw: Tensor, *_weights: Tensor, **_options: object) -> tuple[Tensor, ...]:
+    return (raw.new_empty(raw.shape, dtype=torch.float32),)
+
+
+_KDA_GATE = Primitive(
+    "kda_gate",
+    check=_check_kda_gate,
+    reference=reference.kda_gate,
+    kernels={
+        "triton": kernel(
+            "kda_gate(Tensor raw, Tensor A_log, Tensor dt_bias, *, float? lower_bound) -> Tensor",
+            module="kda_fn.primitives.kda_gate.kernels",
+            outputs=_outputs,
+            fallback=reference.kda_gate,
+            shared=(1, 2),
+        )
+    },
+)
 
 
 @_KDA_GATE.public

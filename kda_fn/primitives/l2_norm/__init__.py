@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kda_fn import _check
+from kda_fn.primitives._kernel import kernel
 from kda_fn.primitives._primitive import Primitive
 from kda_fn.primitives.l2_norm import reference
 from kda_fn.types import Float, Impl, Tensor
@@ -16,7 +17,23 @@ def _check_l2_norm(x: Tensor, *, eps: float) -> None:
     _check.epsilon("l2_norm", "eps", eps)
 
 
-_L2_NORM = Primitive("l2_norm", check=_check_l2_norm, reference=reference.l2_norm)
+def _outputs(x: Tensor, **_options: object) -> tuple[Tensor, ...]:
+    return (x.new_empty(x.shape),)
+
+
+_L2_NORM = Primitive(
+    "l2_norm",
+    check=_check_l2_norm,
+    reference=reference.l2_norm,
+    kernels={
+        "triton": kernel(
+            "l2_norm(Tensor x, *, float eps) -> Tensor",
+            module="kda_fn.primitives.l2_norm.kernels",
+            outputs=_outputs,
+            fallback=reference.l2_norm,
+        )
+    },
+)
 
 
 @_L2_NORM.public

@@ -1,0 +1,220 @@
+"""A fused kernel as an implementation that every transform of torch can pass through.
+
+Three layers. A raw operator, opaque to torch, with a rule for its outputs' shapes. Around it an
+`autograd.Function` without a jvp rule (one would be silently wrong under jvp of jvp): its backward is the
+fallback's, pure torch, so that every higher order follows; its vmap rule is one more batch axis. And the
+public call, which takes the fallback itself where torch offers no sound hook: in forward mode and under
+`functionalize`.
+
+All private names of torch that this needs are in this module.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+import torch
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch.autograd import forward_ad
+
+from kda_fn import ragged
+from kda_fn.primitives import _targets
+from kda_fn.primitives._primitive import Implementation
+from kda_fn.types import Tensor
+
+__all__ = ["kernel"]
+
+Options = tuple[tuple[str, Any], ...]
+Tensors = tuple[Tensor, ...]
+
+LIBRARY = torch.library.Library("kda_fn", "FRAGMENT")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_KERNELS: dict[str, _Kernel] = {}
+
+
+def kernel(
+    schema: str,
+    *,
+    module: str,
+    outputs: Callable[..., Tensors],
+    fallback: Callable[..., Any],
+    shared: tuple[int, ...] = (),
+    unsupported: Callable[..., str | None] = lambda *_args, **_kwargs: None,
+) -> Implementation:
+    """The Triton implementation of a primitive.
+
+    schema        of the operator: "name(Tensor x, *, float eps) -> Tensor", arguments as the primitive's
+    module        where `launch_name(outputs, *tensors, **options)` fills them; imported at the first launch
+    outputs       new, uninitialised tensors for the results, from the primitive's arguments
+    fallback      pure torch, the same function: what is differentiated
+    shared        positions of the tensors that carry no batch axes
+    unsupported   this kernel's own reasons, besides device and dtype
+    """
+    built = _Kernel(schema, module, outputs, fallback, shared)
+    _KERNELS[built.name] = built
+
+    def reason(*tensors: Tensor | None, **options: Any) -> str | None:
+        present = [x for x in tensors if x is not None]
+        for x in present:
+            if x.dtype not in DTYPES:
+                return f"Triton kernels compute in float32, bfloat16 and float16, not in {x.dtype}"
+        return _targets.unavailable(present[0]) or unsupported(*tensors, **options)
+
+    return Implementation(wraps(fallback)(built), reason)
+
+
+class _Kernel:
+    def __init__(
+        self,
+        schema: str,
+        module: str,
+        outputs: Callable[..., Tensors],
+        fallback: Callable[..., Any],
+        shared: tuple[int, ...],
+    ) -> None:
+        self.name = schema.partition("(")[0]
+        self.module = module
+        self.outputs = outputs
+        self.fallback = fallback
+        self.shared = shared
+        LIBRARY.define(schema)
+        for key in ("CPU", "CUDA", "PrivateUse1"):
+            LIBRARY.impl(self.name, self._launch, key)
+        torch.library.register_fake(f"kda_fn::{self.name}", self._allocate, lib=LIBRARY)
+        self.operator = getattr(torch.ops.kda_fn, self.name).default
+
+    def __call__(self, *tensors: Tensor | None, **options: Any) -> Any:
+        if options.get("cu_seqlens") is not None:
+            options["cu_seqlens"] = ragged.offsets(options["cu_seqlens"])
+        if _wants_torch_operations():
+            return self.fallback(*tensors, **options)
+        if _nothing_is_recorded(tensors):
+            return self.operator(*tensors, **options)
+        return _apply(self.name, tuple(options.items()), *tensors)
+
+    def _allocate(self, *tensors: Tensor | None, **options: Any) -> Tensor | Tensors:
+        return _one_or_all(self.outputs(*tensors, **options))
+
+    def _launch(self, *tensors: Tensor | None, **options: Any) -> Tensor | Tensors:
+        outputs = self.outputs(*tensors, **options)
+        launch = getattr(importlib.import_module(self.module), f"launch_{self.name}")
+        with _on_device_of(outputs[0]):
+            launch(outputs, *tensors, **options)
+        return _one_or_all(outputs)
+
+
+class _Function(torch.autograd.Function):
+    """Takes the kernel's name and options, then its tensors, some of which may be None."""
+
+    @staticmethod
+    def forward(name: str, options: Options, *tensors: Tensor | None) -> Any:
+        return _KERNELS[name].operator(*tensors, **dict(options))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.name, ctx.options, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
+        fallback, options = _KERNELS[ctx.name].fallback, dict(ctx.options)
+        # What was saved under a level that has ended is still wrapped in it.
+        tensors = [x if x is None else _functorch.unwrap_if_dead(x) for x in ctx.saved_tensors]
+        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
+
+        def of_wanted(*chosen: Tensor) -> Any:
+            arguments = dict(enumerate(tensors)) | dict(zip(wanted, chosen, strict=True))
+            return fallback(*arguments.values(), **options)
+
+        pullback: Any = torch.func.vjp(of_wanted, *(tensors[i] for i in wanted))[1]
+        found = dict(zip(wanted, pullback(_one_or_all(cotangents)), strict=True))
+        return None, None, *(found.get(i) for i in range(len(tensors)))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+        name, options, *tensors = args
+        shared = _KERNELS[name].shared
+        mapped = [axis is not None for axis in in_dims[2:]]
+        front = [x if a is None else x.movedim(a, 0) for x, a in zip(tensors, in_dims[2:], strict=True)]
+        if any(mapped[i] for i in shared):
+            # A weight of each row's own: one launch for each.
+            rows = (
+                [x[n] if m else x for x, m in zip(front, mapped, strict=True)] for n in range(info.batch_size)
+            )
+            results = [_Function.apply(name, options, *row) for row in rows]
+            if isinstance(results[0], Tensor):
+                return torch.stack(results), 0
+            stacked = tuple(torch.stack(ys) for ys in zip(*results, strict=True))
+            return stacked, (0,) * len(stacked)
+        batch = [
+            x if m or x is None or i in shared else x.expand(info.batch_size, *x.shape)
+            for i, (x, m) in enumerate(zip(front, mapped, strict=True))
+        ]
+        result: Any = _Function.apply(name, options, *batch)
+        return result, (0 if isinstance(result, Tensor) else (0,) * len(result))
+
+
+def _one_or_all(tensors: Tensors) -> Tensor | Tensors:
+    """A function of one result returns it alone."""
+    (first, *others) = tensors
+    return tensors if others else first
+
+
+def _apply(name: str, options: Options, *tensors: Tensor | None) -> Any:
+    """One node of a compiled graph: torch.func inside such a graph still reaches the rules above."""
+    return _Function.apply(name, options, *tensors)
+
+
+class _WhenDynamoComes(MetaPathFinder):
+    """Allows `_apply` in graphs as soon as somebody imports Dynamo, which takes seconds to import."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname != "torch._dynamo":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_and_tell(module: Any) -> None:
+                load(module)
+                module.allow_in_graph(_apply)
+
+            spec.loader.exec_module = load_and_tell
+        return spec
+
+
+if "torch._dynamo" in sys.modules:
+    torch.compiler.allow_in_graph(_apply)
+else:
+    sys.meta_path.insert(0, _WhenDynamoComes())
+
+
+def _wants_torch_operations() -> bool:
+    """Whether a transform is active that cannot be told about a kernel."""
+    if forward_ad._current_level >= 0:
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    levels = _functorch.get_interpreter_stack() or ()
+    return any(level.key() == _functorch.TransformType.Functionalize for level in levels)
+
+
+def _nothing_is_recorded(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether the raw operator can be called as it is: that saves half of a small call's time."""
+    if torch.compiler.is_compiling() or _functorch.peek_interpreter_stack() is not None:
+        return False
+    return not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors))
+
+
+def _on_device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, wherever its arguments are."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

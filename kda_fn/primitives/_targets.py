@@ -1,0 +1,128 @@
+"""Where kernels run, and the one table of their tile sizes.
+
+Tiles follow from the target's capacities, the dtype and the head dims; each row of the table says why.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from kda_fn.types import Tensor
+
+__all__ = ["ASCEND910B3", "ASCEND910_9382", "CUDA", "TARGETS", "Target", "target_of", "unavailable"]
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+class Target(NamedTuple):
+    """What tile sizes depend on."""
+
+    name: str
+    vector_programs: int
+    """Programs of a launch without matrix products; each loops over its share of the tasks."""
+    cube_programs: int
+    """The same of a launch with matrix products."""
+
+    def vector_grid(self, tasks: int) -> tuple[int]:
+        return (min(tasks, self.vector_programs),)
+
+    def cube_grid(self, tasks: int) -> tuple[int]:
+        return (min(tasks, self.cube_programs),)
+
+
+# An Ascend core is a program; a CUDA grid may have as many programs as there are tasks, up to Ascend's limit.
+ASCEND910B3 = Target("Ascend910B3", vector_programs=40, cube_programs=20)
+ASCEND910_9382 = Target("Ascend910_9382", vector_programs=48, cube_programs=24)
+CUDA = Target("CUDA", vector_programs=65_535, cube_programs=65_535)
+
+
+def _npu(device: torch.device) -> Target:
+    import torch_npu  # pyright: ignore[reportMissingImports]
+
+    name = torch_npu.npu.get_device_name(device.index)
+    return ASCEND910_9382 if name.startswith("Ascend910_93") else ASCEND910B3
+
+
+TARGETS: dict[str, Callable[[torch.device], Target]] = {"cuda": lambda _device: CUDA, "npu": _npu}
+"""By device type."""
+
+
+def target_of(x: Tensor) -> Target:
+    """The target that kernels on x run on."""
+    return TARGETS[x.device.type](x.device)
+
+
+def unavailable(x: Tensor) -> str | None:
+    """Why no Triton kernel can run on x here, or None."""
+    if x.device.type not in TARGETS:
+        return (
+            f"Triton kernels run on {' and '.join(sorted(TARGETS))} devices, these tensors are on {x.device}"
+        )
+    return None if HAS_TRITON else "triton is not installed (on an NPU: the extra `ascend`)"
+
+
+class Tile(NamedTuple):
+    rows: int
+    columns: int
+    launch: dict[str, int]
+    """Options of the launch; Ascend has none."""
+    precision: str = "ieee"
+    """Of products of float32 matrices."""
+
+
+def row_tile(target: Target, F: int, *, tensors: int) -> Tile:
+    """Norms and gates: whole rows of F elements, of which a kernel keeps `tensors` tiles at a time."""
+    columns = _power_of_two(F)
+    # CUDA: sixteen elements a thread and tile, in registers.
+    # Ascend: 16 KiB a float32 tile; two sets of tiles and their temporaries share 192 KiB of UB.
+    elements = 2048 if target is CUDA or tensors > 3 else 4096
+    return Tile(max(1, elements // columns), columns, _launch(target, warps=4))
+
+
+def conv_tile(target: Target, P: int) -> Tile:
+    """The short convolution: tokens by channels, read W times."""
+    columns = min(_power_of_two(P), 128)
+    # CUDA: sixteen outputs a thread. Ascend: 16 KiB a tile, as above.
+    return Tile(16 if target is CUDA else 32, columns, _launch(target, warps=4))
+
+
+def kda_steps_tile(target: Target, K: int, V: int) -> Tile:
+    """The recurrence: K by a part of V."""
+    rows = _power_of_two(K)
+    # CUDA: 32 elements of the state a thread. Ascend: 32 KiB of it, and one temporary as large.
+    elements = 4096 if target is CUDA else 8192
+    return Tile(rows, max(1, min(_power_of_two(V), elements // rows)), _launch(target, warps=4))
+
+
+def kda_terms_tile(target: Target, dtype: torch.dtype, K: int) -> Tile:
+    """A chunk's own terms: blocks of 16 tokens by K."""
+    # CUDA: matrices this small leave more than two warps idle.
+    return Tile(16, max(16, _power_of_two(K)), _launch(target, warps=2), _precision(target, dtype))
+
+
+def kda_scan_tile(target: Target, dtype: torch.dtype, K: int, V: int) -> Tile:
+    """The scan over chunks: K by a part of V."""
+    rows, columns = (max(16, _power_of_two(size)) for size in (K, V))
+    # CUDA: parts of 32 columns make 128 programs of 32 heads, for some 130 processors. At K = 128 a chunk's
+    # matrices are 72 KiB of shared memory in half precision, 144 KiB in float32: two sets of the one, to load
+    # ahead, or one of the other.
+    stages = 1 if dtype == torch.float32 else 2
+    part = min(columns, 32 if target is CUDA else 64)
+    return Tile(rows, part, _launch(target, warps=4, stages=stages), _precision(target, dtype))
+
+
+def _launch(target: Target, *, warps: int, stages: int = 1) -> dict[str, int]:
+    return {"num_warps": warps, "num_stages": stages} if target is CUDA else {}
+
+
+def _precision(target: Target, dtype: torch.dtype) -> str:
+    # Beside half-precision inputs TF32 has digits to spare, and runs on tensor cores.
+    return "tf32" if target is CUDA and dtype != torch.float32 else "ieee"
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << max(size - 1, 0).bit_length()
