@@ -14,6 +14,7 @@ from subjects import CONV, CONV_BIAS, KDA, KDA_STEP, L2_NORM, SUBJECTS, Inputs, 
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import grad, jvp, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kda_fn
 from kda_fn.primitives import _kernel, _targets
@@ -110,7 +111,7 @@ def test_strided_inputs_are_read_where_they_are(impl: Impl) -> None:
     heads = packed[..., 32:64].unflatten(-1, (2, 16))
     copies: list[Any] = []
 
-    class NoCopies(torch.utils._python_dispatch.TorchDispatchMode):
+    class NoCopies(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             copies.append(func) if func.name().split("::")[1] in ("clone", "copy_", "_to_copy") else None
             return func(*args, **(kwargs or {}))
@@ -159,6 +160,18 @@ def test_an_npu_is_known_by_its_name(name: str, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setitem(__import__("sys").modules, "torch_npu", Module)
     assert _targets.TARGETS["npu"](torch.device("cpu", 0)).name == name
+
+
+@on_the_emulator
+def test_what_does_not_fit_is_refused(impl: Impl) -> None:
+    long = torch.zeros(1, 8193)
+    assert "8193" in str(kda_fn.explain(kda_fn.l2_norm, long)["triton"])
+    assert "8193" in str(kda_fn.explain(kda_fn.gated_rms_norm, long, long, None, eps=1e-6)["triton"])
+    wide = KDA.inputs(batch=(), T=9, K=129)
+    inputs = cast(KDA, wide, torch.float32)
+    assert "K = 129" in str(kda_fn.explain(kda_fn.kda, *inputs.values())["triton"])
+    with pytest.raises(NotImplementedError, match="K = 129"):
+        KDA.call(inputs, impl)
 
 
 def test_grids_stay_below_the_limit() -> None:

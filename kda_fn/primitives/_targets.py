@@ -65,13 +65,29 @@ def unavailable(x: Tensor) -> str | None:
     return None if HAS_TRITON else "triton is not installed (on an NPU: the extra `ascend`)"
 
 
+LONGEST_ROW = 8192
+"""Of norms: five float32 tiles of it fill Ascend's UB."""
+LONGEST_KEY = 128
+"""K of KDA: a chunk's terms at K = 256 do not fit there."""
+
+
 class Tile(NamedTuple):
     rows: int
     columns: int
-    launch: dict[str, int]
-    """Options of the launch; Ascend has none."""
+    launch: dict[str, int | bool]
+    """Options of the launch: warps and stages on CUDA, buffering on Ascend."""
     precision: str = "ieee"
     """Of products of float32 matrices."""
+
+
+def row_too_long(F: int) -> str | None:
+    """The reason of a kernel that keeps whole rows of F elements on the chip."""
+    return f"its rows of {F} elements are longer than {LONGEST_ROW}" if F > LONGEST_ROW else None
+
+
+def key_too_long(K: int) -> str | None:
+    """The reason of KDA's own kernels."""
+    return f"its K = {K} is larger than {LONGEST_KEY}" if K > LONGEST_KEY else None
 
 
 def row_tile(target: Target, F: int, *, tensors: int) -> Tile:
@@ -80,7 +96,11 @@ def row_tile(target: Target, F: int, *, tensors: int) -> Tile:
     # CUDA: sixteen elements a thread and tile, in registers.
     # Ascend: 16 KiB a float32 tile; two sets of tiles and their temporaries share 192 KiB of UB.
     elements = 2048 if target is CUDA or tensors > 3 else 4096
-    return Tile(max(1, elements // columns), columns, _launch(target, warps=4))
+    launch: dict[str, int | bool] = _launch(target, warps=4)
+    if target is not CUDA and columns * tensors > 16_384:
+        # One set of tiles is all that fits: nothing is loaded ahead.
+        launch = {"multibuffer": False}
+    return Tile(max(1, elements // columns), columns, launch)
 
 
 def conv_tile(target: Target, P: int) -> Tile:
@@ -115,7 +135,7 @@ def kda_scan_tile(target: Target, dtype: torch.dtype, K: int, V: int) -> Tile:
     return Tile(rows, part, _launch(target, warps=4, stages=stages), _precision(target, dtype))
 
 
-def _launch(target: Target, *, warps: int, stages: int = 1) -> dict[str, int]:
+def _launch(target: Target, *, warps: int, stages: int = 1) -> dict[str, int | bool]:
     return {"num_warps": warps, "num_stages": stages} if target is CUDA else {}
 
 

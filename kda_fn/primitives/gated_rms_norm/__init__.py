@@ -6,6 +6,7 @@ x, gate, y [*B F]   weight [F]      act: sigmoid (KDA) or SiLU
 from __future__ import annotations
 
 from kda_fn import _check
+from kda_fn.primitives import _targets
 from kda_fn.primitives._kernel import kernel
 from kda_fn.primitives._primitive import Primitive
 from kda_fn.primitives.gated_rms_norm import reference
@@ -57,6 +58,10 @@ def _outputs(residual: Tensor, x: Tensor, *_others: Tensor | None, **_options: o
     return residual.new_empty(residual.shape), x.new_empty(x.shape)
 
 
+def _unsupported(x: Tensor, *_others: Tensor | None, **_options: object) -> str | None:
+    return _targets.row_too_long(x.shape[-1])
+
+
 _KERNELS = "kda_fn.primitives.gated_rms_norm.kernels"
 
 _NORM = Primitive(
@@ -69,6 +74,7 @@ _NORM = Primitive(
             module=_KERNELS,
             outputs=_output,
             fallback=reference.gated_rms_norm,
+            unsupported=_unsupported,
             shared=(2,),
         )
     },
@@ -84,6 +90,7 @@ _RESIDUAL_NORM = Primitive(
             module=_KERNELS,
             outputs=_outputs,
             fallback=reference.residual_gated_rms_norm,
+            unsupported=_unsupported,
             shared=(3,),
         )
     },

@@ -12,6 +12,7 @@ Source: Kimi Linear, arXiv:2510.26692.
 from __future__ import annotations
 
 from kda_fn import _check, ragged
+from kda_fn.primitives import _targets
 from kda_fn.primitives._kernel import kernel
 from kda_fn.primitives._primitive import Primitive
 from kda_fn.primitives.kda import fallback, reference
@@ -93,6 +94,10 @@ def _outputs(
     return initial_state.new_empty(initial_state.shape), v.new_empty(v.shape)
 
 
+def _unsupported(initial_state: Tensor, *_inputs: Tensor, **_options: object) -> str | None:
+    return _targets.key_too_long(initial_state.shape[-2])
+
+
 _KERNELS = "kda_fn.primitives.kda.kernels"
 _TENSORS = "Tensor initial_state, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta"
 
@@ -108,6 +113,7 @@ _KDA = Primitive(
             module=_KERNELS,
             outputs=_outputs,
             fallback=fallback.kda,
+            unsupported=_unsupported,
         )
     },
 )
@@ -122,6 +128,7 @@ _KDA_STEP = Primitive(
             module=_KERNELS,
             outputs=_outputs,
             fallback=fallback.kda_step,
+            unsupported=_unsupported,
         )
     },
 )
@@ -162,8 +169,8 @@ def kda(
     scale : K**-0.5 unless given.
     lower_bound : a promise that lower_bound <= g <= 0, in [-5, 0). A kernel may use a faster form under
         it. The reference and the fallback are exact at any decay and do not need it.
-    chunk_size : tokens per chunk where the implementation is chunked, a power of two. It changes
-        speed and rounding only.
+    chunk_size : tokens per chunk of the fallback, a power of two; the kernels' is 64. It changes speed
+        and rounding only.
     cu_seqlens : [N+1], T then holds N packed sequences (`kda_fn.ragged`), independent of each other.
     impl : None picks the best implementation that serves the call; a name insists (`explain`).
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from kda_fn import _check
+from kda_fn.primitives import _targets
 from kda_fn.primitives._kernel import kernel
 from kda_fn.primitives._primitive import Primitive
 from kda_fn.primitives.kda_gate import reference
@@ -46,6 +47,7 @@ _KDA_GATE = Primitive(
             module="kda_fn.primitives.kda_gate.kernels",
             outputs=_outputs,
             fallback=reference.kda_gate,
+            unsupported=lambda raw, *_weights, **_options: _targets.key_too_long(raw.shape[-1]),
             shared=(1, 2),
         )
     },

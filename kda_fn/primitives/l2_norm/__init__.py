@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kda_fn import _check
+from kda_fn.primitives import _targets
 from kda_fn.primitives._kernel import kernel
 from kda_fn.primitives._primitive import Primitive
 from kda_fn.primitives.l2_norm import reference
@@ -31,6 +32,7 @@ _L2_NORM = Primitive(
             module="kda_fn.primitives.l2_norm.kernels",
             outputs=_outputs,
             fallback=reference.l2_norm,
+            unsupported=lambda x, **_options: _targets.row_too_long(x.shape[-1]),
         )
     },
 )
