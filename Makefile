@@ -1,15 +1,18 @@
 # One environment in .venv serves every target. Other wheels: make TORCH="torch==2.14.1" demo
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+# Beside another torch, which brings its own triton: make TORCH=.. EXTRAS=dev test
+EXTRAS ?= dev,emulator
 VENV := .venv
 BIN := $(VENV)/bin
+APT := mlir-19-tools clang-19
 
-.PHONY: demo test lint test-slow bench clean
+.PHONY: demo test lint tools test-slow bench ascend clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m kda_fn.demo $(ARGS)
 
-test: lint
+test: lint tools
 	$(BIN)/python -m pytest -n auto $(ARGS)
 
 lint: $(VENV)/.dev
@@ -22,6 +25,9 @@ test-slow: $(VENV)/.dev
 
 bench: $(VENV)/.peers
 	$(BIN)/python benchmarks/cpu.py $(ARGS)
+
+ascend: $(VENV)/.dev
+	$(BIN)/python benchmarks/ascend.py $(ARGS)
 
 clean:
 	rm -rf $(VENV)
@@ -38,8 +44,14 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)]"
 	touch $@
+
+# LLVM 19 for the kernels' emulator. Without it (or the right to install it) their tests are skipped, and say so.
+tools:
+	@test -x /usr/lib/llvm-19/bin/mlir-opt -a -x /usr/lib/llvm-19/bin/clang \
+		|| (test "$$(id -u)" = 0 && apt-get update -qq && apt-get install -y -qq --no-install-recommends $(APT)) \
+		|| echo "The kernels' tests will be skipped. To run them: sudo apt-get install --no-install-recommends $(APT)"
 
 $(VENV)/.peers: $(VENV)/.torch pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[demo,peers]"
