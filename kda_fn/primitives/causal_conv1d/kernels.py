@@ -105,17 +105,23 @@ def _causal_conv1d(
             bias += tl.load(bias_ptr + c, mask=c < P, other=0.0).to(tl.float32)
 
         # Tokens W - 1 and later see x alone.
-        r = first + tl.arange(0, ROWS)
+        # Addresses of a long sequence pass 2^31: that of the piece's first row is of 64 bits.
+        here = tl.cast(first, tl.int64)
+        r = tl.arange(0, ROWS)
         total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32) + bias[None, :]
         for i in tl.static_range(W):
             weight = tl.load(weight_ptr + c * W + i, mask=c < P, other=0.0).to(tl.float32)
-            inside = (r < length - i)[:, None] & (c < P)[None, :]
-            rows = tl.load(x + (r + i)[:, None] * x_time + c[None, :], mask=inside, other=0.0)
+            inside = (r < length - first - i)[:, None] & (c < P)[None, :]
+            rows = tl.load(x + here * x_time + (r + i)[:, None] * x_time + c[None, :], mask=inside, other=0.0)
             total += weight[None, :] * rows.to(tl.float32)
         if SILU:
             total /= 1.0 + tl.exp(-total)
-        inside = (r < length - (W - 1))[:, None] & (c < P)[None, :]
-        tl.store(y + (r + W - 1)[:, None] * P + c[None, :], total.to(y_ptr.dtype.element_ty), mask=inside)
+        inside = (r < length - first - (W - 1))[:, None] & (c < P)[None, :]
+        tl.store(
+            y + here * P + (r + W - 1)[:, None] * P + c[None, :],
+            total.to(y_ptr.dtype.element_ty),
+            mask=inside,
+        )
 
         if first == 0:
             # The first W - 1 tokens, and the new window.
@@ -141,4 +147,8 @@ def _causal_conv1d(
 def _x_row(x, x_time, t, c, length, P: tl.constexpr):
     """Row t of a sequence, zeros outside it."""
     # A mask is a bound on an index, or Ascend reads all of the tile.
-    return tl.load(x + t * x_time + c, mask=c < tl.where(t < length, tl.where(t >= 0, P, 0), 0), other=0.0)
+    return tl.load(
+        x + tl.cast(t, tl.int64) * x_time + c,
+        mask=c < tl.where(t < length, tl.where(t >= 0, P, 0), 0),
+        other=0.0,
+    )

@@ -593,11 +593,12 @@ def _chunk_scan(
 
         S = tl.load(initial_state_ptr + state_at, mask=inside, other=0.0).to(tl.float32)
         for step in range(0, tl.cdiv(length, C)):
-            t = step * C + row
-            alive = (t < length)[:, None]
-            keys = (line + t)[:, None] * K + c[None, :]
+            # Addresses of a long sequence pass 2^31: those of a chunk's first token are of 64 bits.
+            first = tl.cast(step * C, tl.int64)
+            alive = (row < length - step * C)[:, None]
+            keys = (line + first) * K + row[:, None] * K + c[None, :]
             key_mask = alive & (c < K)[None, :]
-            pairs = (line + t)[:, None] * C + row[None, :]
+            pairs = (line + first) * C + row[:, None] * C + row[None, :]
             value_mask = alive & (e < V)[None, :]
             k_in = tl.load(k_in_ptr + keys, mask=key_mask, other=0.0)
             q_in = tl.load(q_in_ptr + keys, mask=key_mask, other=0.0)
@@ -605,7 +606,8 @@ def _chunk_scan(
             # Above the blocks on the diagonal nothing was written.
             solve = tl.where(written, tl.load(solve_ptr + pairs, mask=alive, other=0.0), 0.0)
             A = tl.where(written, tl.load(A_ptr + pairs, mask=alive, other=0.0), 0.0)
-            v = tl.load(v_at + t[:, None] * v_time + e[None, :], mask=value_mask, other=0.0).to(tl.float32)
+            values = v_at + first * v_time + row[:, None] * v_time + e[None, :]
+            v = tl.load(values, mask=value_mask, other=0.0).to(tl.float32)
             decay = tl.load(decay_at + step * K, mask=c < K, other=0.0)
 
             # What the memory lacks and what fills it keep more digits than the inputs: they add up in S.
@@ -614,5 +616,6 @@ def _chunk_scan(
             d = _product_of_wide(solve, missing, PRECISION)
             o = tl.dot(q_in, narrow, input_precision=PRECISION) + _product_of_wide(A, d, PRECISION)
             S = S * decay[:, None] + _product_of_wide(tl.trans(k_out), d, PRECISION)
-            tl.store(o_at + t[:, None] * (HV * V) + e[None, :], o.to(o_ptr.dtype.element_ty), mask=value_mask)
+            outputs = o_at + first * (HV * V) + row[:, None] * (HV * V) + e[None, :]
+            tl.store(outputs, o.to(o_ptr.dtype.element_ty), mask=value_mask)
         tl.store(final_state_ptr + state_at, S.to(final_state_ptr.dtype.element_ty), mask=inside)
