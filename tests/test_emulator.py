@@ -16,7 +16,7 @@ from emulator import CAPACITY, TARGETS, BoundsError, CompileError, Emulator, mis
 from emulator.execution import Program
 from torch import Tensor
 
-pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+pytestmark = pytest.mark.usefixtures("emulation")
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 SPECIAL = [0.0, -0.0, 1.0, -1.0, float("inf"), float("-inf"), float("nan"), 1e-40, 3e38, 2.5]

@@ -300,7 +300,7 @@ def implementation_functions() -> Iterator[tuple[Any, str, Any]]:
         package = function.__module__
         for name in MODULES:
             parent, _, leaf = name.rpartition(".")
-            if parent == package and leaf in ("reference", "fallback", "kernels", "ascendc"):
+            if parent == package and leaf in ("reference", "fallback", "ascendc"):
                 found = getattr(importlib.import_module(name), function.__name__, None)
                 if found is not None:
                     yield function, leaf, found
