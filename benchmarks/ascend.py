@@ -36,6 +36,7 @@ from emulator import (  # noqa: E402  # pyright: ignore[reportMissingImports]
     Emulator,
     Launch,
 )
+from laws import error  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 TARGETS = {target.name: target for target in (_targets.ASCEND910B3, _targets.ASCEND910_9382)}
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
@@ -239,8 +240,8 @@ def emulated_error(small: Small, dtype: torch.dtype) -> float:
         outputs = small.subject.run(inputs, "triton", cu_seqlens, **promise)
     wide = {name: x.double() for name, x in inputs.items()}
     expected = small.subject.run(wide, "reference", cu_seqlens)
-    errors = [float((y.double() - z).norm() / z.norm()) for y, z in zip(outputs, expected, strict=True)]
-    return max(errors, key=lambda error: math.inf if math.isnan(error) else error)
+    errors = [error(y, z) for y, z in zip(outputs, expected, strict=True)]
+    return max(errors, key=lambda e: math.inf if math.isnan(e) else e)
 
 
 # The report
@@ -295,7 +296,7 @@ def report_memory(measured: Measured, dtype: torch.dtype) -> str:
 
 
 def report_errors(errors: dict[str, list[float]]) -> str:
-    rows = [[name, *(f"{error:.1e}" for error in found)] for name, found in errors.items()]
+    rows = [[name, *(f"{e:.1e}" for e in found)] for name, found in errors.items()]
     return table(["call", *(NAMES[dtype] for dtype in EMULATED)], rows)
 
 

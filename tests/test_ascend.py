@@ -6,13 +6,12 @@ none is compiled twice.
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import scripts
 import torch
 from emulator import CAPACITY, TARGETS, CompileError
 from laws import VALUE
@@ -25,13 +24,7 @@ pytestmark = pytest.mark.usefixtures("emulation")
 
 @pytest.fixture(scope="module")
 def ascend() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmarks_ascend", ROOT / "benchmarks" / "ascend.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    path = sys.path.copy()
-    spec.loader.exec_module(module)
-    sys.path[:] = path
-    return module
+    return scripts.load(ROOT / "benchmarks" / "ascend.py")
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import scripts
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
@@ -33,11 +34,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def cpu() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmarks_cpu", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return scripts.load(SCRIPT)
 
 
 def has(distribution: str) -> bool:

@@ -13,7 +13,23 @@ import torch
 
 from kda_fn.types import Tensor
 
-__all__ = ["ASCEND910B3", "ASCEND910_9382", "CUDA", "TARGETS", "Target", "target_of", "unavailable"]
+__all__ = [
+    "ASCEND910B3",
+    "ASCEND910_9382",
+    "CUDA",
+    "TARGETS",
+    "Target",
+    "Tile",
+    "conv_tile",
+    "kda_scan_tile",
+    "kda_steps_tile",
+    "kda_terms_tile",
+    "key_too_long",
+    "row_tile",
+    "row_too_long",
+    "target_of",
+    "unavailable",
+]
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 

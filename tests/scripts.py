@@ -1,0 +1,21 @@
+"""The benchmarks as modules: they are programs, and belong to no package."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+__all__ = ["load"]
+
+
+def load(script: Path) -> ModuleType:
+    """The module that a script makes; `sys.path` stays as it was."""
+    spec = importlib.util.spec_from_file_location(f"{script.parent.name}_{script.stem}", script)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    path = sys.path.copy()
+    spec.loader.exec_module(module)
+    sys.path[:] = path
+    return module
