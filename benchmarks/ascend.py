@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeAlias
 from unittest import mock
 
 import torch
+from measuring import table
 from torch import Tensor
 
 import kda_fn
@@ -245,12 +246,6 @@ def emulated_error(small: Small, dtype: torch.dtype) -> float:
 
 
 # The report
-
-
-def table(headers: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """A markdown table, the first columns left, the others right."""
-    rule = ["---"] * left + ["---:"] * (len(headers) - left)
-    return "\n".join("| " + " | ".join(line) + " |" for line in (headers, rule, *rows)) + "\n"
 
 
 def either(values: Iterable[str]) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import importlib.util
 import inspect
 import json
@@ -21,22 +20,28 @@ import platform
 import re
 import subprocess
 import sys
-import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import linear_regression, median
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple
 
 import torch
+from measuring import (
+    Json,
+    Samples,
+    flop_per_token_and_head,
+    interleave,
+    progress,
+    relative_rmse,
+    round_ratio,
+    table,
+    version_of,
+)
 from torch import Tensor
 
 from kda_fn import kda, kda_gate, kda_step, l2_norm
-
-Json: TypeAlias = dict[str, Any]
-Samples: TypeAlias = dict[str, list[float]]
-Case = TypeVar("Case")
 
 OURS = "kda_fn fallback"
 LOOP = "kda_fn recurrence"
@@ -211,12 +216,6 @@ def _one_token(x: Inputs) -> tuple[Tensor, ...]:
 # Accuracy
 
 
-def relative_rmse(x: Tensor, expected: Tensor) -> float:
-    """Root mean square of the error over that of the expected values."""
-    error = x.double() - expected
-    return float(error.norm() / expected.norm())
-
-
 def errors(inputs: Inputs, runs: dict[str, Callable[[], tuple[Tensor, Tensor]]]) -> dict[str, Json]:
     """Relative RMSE of each result against the recurrence in float64."""
     state, o = kda(*(x.double() for x in inputs), impl="reference")
@@ -241,26 +240,6 @@ def check(results: dict[str, Json], limit: float = 1e-4) -> None:
 # Timing
 
 
-def interleave(jobs: dict[str, Callable[[], object]], rounds: int, repeats: int = 1) -> Samples:
-    """Seconds per call of every job, one sample a round; the first job of a round changes with the round.
-
-    An untimed call goes before each sample: the job before it left its own data in the caches, and a peer
-    that frees gigabytes makes the allocator return memory which the next job would have to ask for again.
-    """
-    samples: Samples = {name: [] for name in jobs}
-    names = list(jobs)
-    for i in range(rounds):
-        first = i % len(names)
-        for name in names[first:] + names[:first]:
-            job = jobs[name]
-            job()
-            start = time.perf_counter()
-            for _ in range(repeats):
-                job()
-            samples[name].append((time.perf_counter() - start) / repeats)
-    return samples
-
-
 def calibration(plan: Plan) -> dict[str, Callable[[], object]]:
     """The two jobs that say what this machine can do at this moment."""
     a, b = torch.randn(2, plan.matmul, plan.matmul)
@@ -283,11 +262,6 @@ def rates(samples: Samples, plan: Plan) -> Json:
     }
 
 
-def flop_per_token_and_head(K: int, V: int, C: int = 64) -> float:
-    """Least arithmetic of the chunked form, triangles counted as such: 140.6 kFLOP at K = V = 128, C = 64."""
-    return 6 * K * V + 2 * C * K + C * (K + V) + C * V + C * C / 3
-
-
 def step_bytes_per_head(K: int, V: int) -> int:
     """Least traffic of a decode step: the float32 state in and out, then q, k, g, v, o and beta."""
     return 4 * (2 * K * V + 3 * K + 2 * V + 1)
@@ -295,11 +269,10 @@ def step_bytes_per_head(K: int, V: int) -> int:
 
 def timing(samples: Samples, name: str, floor: float, baseline: str = OURS) -> Json:
     """Median and best seconds of a job, and how they compare; the ratio is taken inside each round."""
-    ratios = [mine / its for mine, its in zip(samples[name], samples[baseline], strict=True)]
     return {
         "median_s": median(samples[name]),
         "min_s": min(samples[name]),
-        "ratio": median(ratios),
+        "ratio": round_ratio(samples, name, baseline),
         "share_of_floor": floor / median(samples[name]),
     }
 
@@ -402,13 +375,6 @@ def measure(plan: Plan, field: dict[str, Contender], missing: dict[str, str]) ->
     return results
 
 
-def progress(what: str, cases: Iterable[Case]) -> Iterator[Case]:
-    """The cases, announced on stderr one by one."""
-    for case in cases:
-        print(f"{what} {case}", file=sys.stderr, flush=True)
-        yield case
-
-
 def describe_machine() -> Json:
     """Where and when the numbers were taken."""
     return {
@@ -429,14 +395,6 @@ def cpu_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
     return found.group(1) if found else platform.processor()
-
-
-def version_of(distribution: str) -> str | None:
-    """The installed version of a distribution, None where it is absent."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 # Memory
@@ -516,12 +474,6 @@ def measure_memory(lengths: Sequence[int]) -> Json:
 
 
 # Reports
-
-
-def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A markdown table, first column left, the others right."""
-    lines = [headers, ["---", *["---:"] * (len(headers) - 1)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 def report(results: Json) -> str:
