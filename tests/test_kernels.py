@@ -13,8 +13,9 @@ from laws import gradients
 from subjects import CONV, CONV_BIAS, KDA, KDA_STEP, L2_NORM, SUBJECTS, Inputs, Subject, cast
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.func import grad, jvp, vmap
+from torch.func import grad, jacrev, jvp, vjp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import kda_fn
 from kda_fn.primitives import _kernel, _targets
@@ -68,21 +69,37 @@ def test_a_call_is_as_few_launches_as_it_can_be(impl: Impl) -> None:
 
 @on_the_emulator
 def test_a_transform_adds_no_launch(impl: Impl) -> None:
-    """vmap is one more batch axis; reverse mode is one forward launch, the backward pure torch."""
+    """vmap is one more batch axis; reverse mode is a launch forward and one backward, in any order of both."""
     x = L2_NORM.inputs(batch=(3,), T=4)["x"].float()
 
     def loss(row: Tensor) -> Tensor:
         return kda_fn.l2_norm(row, impl=impl).square().sum()
 
+    def rows(x: Tensor) -> Tensor:
+        return kda_fn.l2_norm(x, impl=impl)
+
+    def checkpointed(x: Tensor) -> None:
+        checkpoint(loss, x.clone().requires_grad_(), use_reentrant=False).backward()
+
     calls: dict[str, Callable[[], Any]] = {
         "plain": lambda: loss(x),
         "vmap": lambda: vmap(loss)(x),
         "vmap(vmap)": lambda: vmap(vmap(loss))(x),
-        "grad": lambda: grad(loss)(x),
-        "vmap(grad)": lambda: vmap(grad(loss))(x),
-        "backward": lambda: gradients(L2_NORM, {"x": x}, impl),
     }
     assert {name: launches(call) for name, call in calls.items()} == {name: ["_l2_norm"] for name in calls}
+    both = {
+        "backward": lambda: gradients(L2_NORM, {"x": x}, impl),
+        "grad": lambda: grad(loss)(x),
+        "vjp": lambda: vjp(loss, x)[1](torch.ones(())),
+        "jacrev": lambda: jacrev(rows)(x),
+        "grad(vmap)": lambda: grad(lambda x: vmap(loss)(x).sum())(x),
+        "vmap(grad)": lambda: vmap(grad(loss))(x),
+        "vmap(vmap(grad))": lambda: vmap(vmap(grad(loss)))(x),
+    }
+    expected = ["_l2_norm", "_l2_norm_backward"]
+    assert {name: launches(call) for name, call in both.items()} == {name: expected for name in both}
+    # A checkpoint computes the forward anew, by its very idea.
+    assert launches(lambda: checkpointed(x)) == ["_l2_norm", *expected]
     assert launches(lambda: jvp(loss, (x,), (x,))) == []
 
 

@@ -1,10 +1,12 @@
 """A fused kernel as an implementation that every transform of torch can pass through.
 
 Three layers. A raw operator, opaque to torch, with a rule for its outputs' shapes. Around it an
-`autograd.Function` without a jvp rule (one would be silently wrong under jvp of jvp): its backward is the
-fallback's, pure torch, so that every higher order follows; its vmap rule is one more batch axis. And the
-public call, which takes the fallback itself where torch offers no sound hook: in forward mode and under
-`functionalize`.
+`autograd.Function` without a jvp rule (one would be silently wrong under jvp of jvp): its vmap rule is one
+more batch axis; its backward is a kernel of the same three layers, or else the fallback's. And the call,
+which takes the fallback itself where torch offers no sound hook: in forward mode and under `functionalize`.
+
+A backward kernel's fallback is the pullback of the forward's, in pure torch, and its own backward is that
+function's: every higher order follows.
 
 All private names of torch that this needs are in this module.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from importlib.abc import MetaPathFinder
@@ -47,6 +49,7 @@ def kernel(
     outputs: Callable[..., Tensors],
     fallback: Callable[..., Any],
     shared: tuple[int, ...] = (),
+    backward: bool = False,
     unsupported: Callable[..., str | None] = lambda *_args, **_kwargs: None,
 ) -> Implementation:
     """The Triton implementation of a primitive.
@@ -56,10 +59,13 @@ def kernel(
     outputs       new, uninitialised tensors for the results, from the primitive's arguments
     fallback      pure torch, the same function: what is differentiated
     shared        positions of the tensors that carry no batch axes
+    backward      there is `launch_name_backward(gradients, *cotangents, *tensors, **options, rows=..)` too, to
+                  fill a gradient for each tensor that is not None; that of a shared one, a sum over all
+                  batch axes but the first `rows`, is [*B[:rows], *shape]
     unsupported   this kernel's own reasons, besides device and dtype
     """
-    built = _Kernel(schema, module, outputs, fallback, shared)
-    _KERNELS[built.name] = built
+    pullback = _pullback_kernel(schema, module, fallback, shared) if backward else None
+    built = _Kernel(schema, module, outputs, fallback, shared, pullback)
 
     def reason(*tensors: Tensor | None, **options: Any) -> str | None:
         present = [x for x in tensors if x is not None]
@@ -79,12 +85,16 @@ class _Kernel:
         outputs: Callable[..., Tensors],
         fallback: Callable[..., Any],
         shared: tuple[int, ...],
+        backward: _Kernel | None = None,
     ) -> None:
         self.name = schema.partition("(")[0]
         self.module = module
         self.outputs = outputs
         self.fallback = fallback
         self.shared = shared
+        self.backward = backward
+        self.results: Callable[[Tensors], Any] = list if schema.endswith("Tensor[]") else _one_or_all
+        _KERNELS[self.name] = self
         LIBRARY.define(schema)
         for key in ("CPU", "CUDA", "PrivateUse1"):
             LIBRARY.impl(self.name, self._launch, key)
@@ -97,18 +107,74 @@ class _Kernel:
         if _wants_torch_operations():
             return self.fallback(*tensors, **options)
         if _nothing_is_recorded(tensors):
-            return self.operator(*tensors, **options)
+            return self.raw(*tensors, **options)
         return _apply(self.name, tuple(options.items()), *tensors)
 
-    def _allocate(self, *tensors: Tensor | None, **options: Any) -> Tensor | Tensors:
-        return _one_or_all(self.outputs(*tensors, **options))
+    def raw(self, *tensors: Tensor | None, **options: Any) -> Any:
+        """The operator alone. A list of results is a tuple here, or its only one."""
+        results = self.operator(*tensors, **options)
+        return _one_or_all(tuple(results)) if isinstance(results, list) else results
 
-    def _launch(self, *tensors: Tensor | None, **options: Any) -> Tensor | Tensors:
+    def _allocate(self, *tensors: Tensor | None, **options: Any) -> Any:
+        return self.results(self.outputs(*tensors, **options))
+
+    def _launch(self, *tensors: Tensor | None, **options: Any) -> Any:
         outputs = self.outputs(*tensors, **options)
         launch = getattr(importlib.import_module(self.module), f"launch_{self.name}")
         with _on_device_of(outputs[0]):
             launch(outputs, *tensors, **options)
-        return _one_or_all(outputs)
+        return self.results(outputs)
+
+
+def _pullback_kernel(
+    schema: str, module: str, forward: Callable[..., Any], shared: tuple[int, ...]
+) -> _Kernel:
+    """name_backward(cotangents .., tensors .., *, options .., int rows) -> Tensor[]"""
+    name, _, rest = schema.partition("(")
+    arguments, _, returns = rest.rpartition(") -> ")
+    count = returns.count("Tensor")
+    cotangents = "".join(f"Tensor cotangent_{n}, " for n in range(count))
+    without_axes = tuple(count + i for i in shared)
+
+    def gradients(*inputs: Tensor | None, rows: int, **_options: Any) -> Tensors:
+        assert inputs[0] is not None
+        kept = inputs[0].shape[:rows]
+        return tuple(
+            x.new_empty((*kept, *x.shape) if i in shared else x.shape)
+            for i, x in enumerate(inputs[count:])
+            if x is not None
+        )
+
+    def fallback(*inputs: Tensor | None, rows: int, **options: Any) -> Any:
+        present = [i for i, x in enumerate(inputs[count:]) if x is not None]
+
+        def pull(*inputs: Tensor | None) -> Tensors:
+            return _pullback(forward, inputs[count:], options, present, inputs[:count])
+
+        axes = tuple(None if x is None or i in without_axes else 0 for i, x in enumerate(inputs))
+        for _ in range(rows):
+            pull = torch.func.vmap(pull, in_dims=axes)
+        return _one_or_all(pull(*inputs))
+
+    backward = f"{name}_backward({cotangents}{arguments}, int rows) -> Tensor[]"
+    return _Kernel(backward, module, gradients, fallback, without_axes)
+
+
+def _pullback(
+    function: Callable[..., Any],
+    tensors: Sequence[Tensor | None],
+    options: dict[str, Any],
+    wanted: list[int],
+    cotangents: Any,
+) -> Tensors:
+    """Gradients of the tensors at the wanted positions, by torch."""
+
+    def of_wanted(*chosen: Tensor) -> Any:
+        arguments = dict(enumerate(tensors)) | dict(zip(wanted, chosen, strict=True))
+        return function(*arguments.values(), **options)
+
+    pull: Any = torch.func.vjp(of_wanted, *(tensors[i] for i in wanted))[1]
+    return pull(_one_or_all(cotangents))
 
 
 class _Function(torch.autograd.Function):
@@ -116,7 +182,7 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def forward(name: str, options: Options, *tensors: Tensor | None) -> Any:
-        return _KERNELS[name].operator(*tensors, **dict(options))
+        return _KERNELS[name].raw(*tensors, **dict(options))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -125,18 +191,18 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
-        fallback, options = _KERNELS[ctx.name].fallback, dict(ctx.options)
+        kernel, options, needed = _KERNELS[ctx.name], dict(ctx.options), ctx.needs_input_grad[2:]
         # What was saved under a level that has ended is still wrapped in it.
         tensors = [x if x is None else _functorch.unwrap_if_dead(x) for x in ctx.saved_tensors]
-        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
-
-        def of_wanted(*chosen: Tensor) -> Any:
-            arguments = dict(enumerate(tensors)) | dict(zip(wanted, chosen, strict=True))
-            return fallback(*arguments.values(), **options)
-
-        pullback: Any = torch.func.vjp(of_wanted, *(tensors[i] for i in wanted))[1]
-        found = dict(zip(wanted, pullback(_one_or_all(cotangents)), strict=True))
-        return None, None, *(found.get(i) for i in range(len(tensors)))
+        if kernel.backward is None:
+            wanted = [i for i, needs in enumerate(needed) if needs]
+            gradients = _pullback(kernel.fallback, tensors, options, wanted, cotangents)
+        else:
+            wanted = [i for i, x in enumerate(tensors) if x is not None]
+            gradients = kernel.backward(*cotangents, *tensors, **options, rows=0)
+            gradients = (gradients,) if isinstance(gradients, Tensor) else gradients
+        found = dict(zip(wanted, gradients, strict=True))
+        return None, None, *(found.get(i) if needs else None for i, needs in enumerate(needed))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
@@ -158,6 +224,8 @@ class _Function(torch.autograd.Function):
             x if m or x is None or i in shared else x.expand(info.batch_size, *x.shape)
             for i, (x, m) in enumerate(zip(front, mapped, strict=True))
         ]
+        # A gradient that a backward sums is each row's own.
+        options = tuple((key, value + 1 if key == "rows" else value) for key, value in options)
         result: Any = _Function.apply(name, options, *batch)
         return result, (0 if isinstance(result, Tensor) else (0,) * len(result))
 

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from kda_fn.types import Tensor
 
-__all__ = ["as_batch", "as_rows", "on_device", "piece_at", "pieces", "readable"]
+__all__ = ["as_batch", "as_rows", "on_device", "piece_at", "pieces", "readable", "rows_at"]
 
 ALIGNMENT = 16
 
@@ -83,3 +83,12 @@ def piece_at(table_ptr, row, size, T, PACKED: tl.constexpr):
         start = tl.cast(0, tl.int64)
         length = T
     return n, first, start, length
+
+
+@triton.jit
+def rows_at(task, outer, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A tile of outer rows: the rows as int64, their one index of `inner`, the columns, the mask."""
+    blocks = tl.cdiv(outer, ROWS)
+    row = (task % blocks) * ROWS + tl.arange(0, ROWS)[:, None]
+    f = tl.arange(0, COLUMNS)[None, :]
+    return tl.cast(row, tl.int64), task // blocks, f, (row < outer) & (f < F)

@@ -32,6 +32,7 @@ _L2_NORM = Primitive(
             module="kda_fn.primitives.l2_norm.kernels",
             outputs=_outputs,
             fallback=reference.l2_norm,
+            backward=True,
             unsupported=lambda x, **_options: _targets.row_too_long(x.shape[-1]),
         )
     },

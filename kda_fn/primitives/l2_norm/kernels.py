@@ -1,4 +1,7 @@
-"""The l2 normalisation in Triton: a tile of rows at a time, one pass."""
+"""The l2 normalisation in Triton: a tile of rows at a time, one pass.
+
+With n = sqrt(Σ x² + eps):   y = x / n      dx = (dy - y Σ y dy) / n
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ import triton
 import triton.language as tl
 
 from kda_fn.primitives import _targets
-from kda_fn.primitives.kernels import as_rows
+from kda_fn.primitives.kernels import as_rows, rows_at
 from kda_fn.types import Tensor
 
-__all__ = ["launch_l2_norm"]
+__all__ = ["launch_l2_norm", "launch_l2_norm_backward"]
 
 
 def launch_l2_norm(outputs: tuple[Tensor, ...], x: Tensor, *, eps: float) -> None:
@@ -22,7 +25,34 @@ def launch_l2_norm(outputs: tuple[Tensor, ...], x: Tensor, *, eps: float) -> Non
     tile = _targets.row_tile(target, F, tensors=2)
     programs = target.vector_grid(inner * triton.cdiv(outer, tile.rows))
     _l2_norm[programs](
-        rows, y, outer, inner, rows.stride(0), rows.stride(1), eps, F, tile.rows, tile.columns, **tile.launch
+        rows, y, outer, inner, *rows.stride()[:2], eps, F, tile.rows, tile.columns, **tile.launch
+    )
+
+
+def launch_l2_norm_backward(
+    gradients: tuple[Tensor, ...], dy: Tensor, x: Tensor, *, eps: float, rows: int
+) -> None:
+    (dx,) = gradients
+    if not dx.numel():
+        return
+    x, dy = as_rows(x, dy)
+    outer, inner, F = x.shape
+    target = _targets.target_of(x)
+    tile = _targets.row_tile(target, F, tensors=3)
+    programs = target.vector_grid(inner * triton.cdiv(outer, tile.rows))
+    _l2_norm_backward[programs](
+        x,
+        dy,
+        dx,
+        outer,
+        inner,
+        *x.stride()[:2],
+        *dy.stride()[:2],
+        eps,
+        F,
+        tile.rows,
+        tile.columns,
+        **tile.launch,
     )
 
 
@@ -39,14 +69,35 @@ def _l2_norm(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    blocks = tl.cdiv(outer, ROWS)
-    f = tl.arange(0, COLUMNS)[None, :]
-    for task in range(tl.program_id(0), blocks * inner, tl.num_programs(0)):
-        row = (task % blocks) * ROWS + tl.arange(0, ROWS)[:, None]
-        i = task // blocks
-        mask = (row < outer) & (f < F)
-        wide = tl.cast(row, tl.int64)
-        x = tl.load(x_ptr + wide * x_outer + i * x_inner + f, mask=mask, other=0.0).to(tl.float32)
+    for task in range(tl.program_id(0), tl.cdiv(outer, ROWS) * inner, tl.num_programs(0)):
+        row, i, f, mask = rows_at(task, outer, F, ROWS, COLUMNS)
+        x = tl.load(x_ptr + row * x_outer + i * x_inner + f, mask=mask, other=0.0).to(tl.float32)
         norm = tl.sqrt(tl.sum(x * x, 1) + eps)
         y = x / norm[:, None]
-        tl.store(y_ptr + (wide * inner + i) * F + f, y.to(y_ptr.dtype.element_ty), mask=mask)
+        tl.store(y_ptr + (row * inner + i) * F + f, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["outer", "inner"])
+def _l2_norm_backward(
+    x_ptr,
+    dy_ptr,
+    dx_ptr,
+    outer,
+    inner,
+    x_outer,
+    x_inner,
+    dy_outer,
+    dy_inner,
+    eps,
+    F: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    for task in range(tl.program_id(0), tl.cdiv(outer, ROWS) * inner, tl.num_programs(0)):
+        row, i, f, mask = rows_at(task, outer, F, ROWS, COLUMNS)
+        x = tl.load(x_ptr + row * x_outer + i * x_inner + f, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + row * dy_outer + i * dy_inner + f, mask=mask, other=0.0).to(tl.float32)
+        norm = tl.sqrt(tl.sum(x * x, 1) + eps)[:, None]
+        y = x / norm
+        dx = (dy - y * tl.sum(y * dy, 1)[:, None]) / norm
+        tl.store(dx_ptr + (row * inner + i) * F + f, dx.to(dx_ptr.dtype.element_ty), mask=mask)
