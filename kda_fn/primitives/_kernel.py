@@ -59,8 +59,8 @@ def kernel(
     outputs       new, uninitialised tensors for the results, from the primitive's arguments
     fallback      pure torch, the same function: what is differentiated
     shared        positions of the tensors that carry no batch axes
-    backward      there is `launch_name_backward(gradients, *cotangents, *tensors, **options, rows=..)` too, to
-                  fill a gradient for each tensor that is not None; that of a shared one, a sum over all
+    backward      there is `launch_name_backward(gradients, *cotangents, *tensors, **options, rows=..)` too:
+                  it fills a gradient for each tensor that is not None; that of a shared one, a sum over all
                   batch axes but the first `rows`, is [*B[:rows], *shape]
     unsupported   this kernel's own reasons, besides device and dtype
     """

@@ -25,6 +25,8 @@ __all__ = [
     "kda_steps_tile",
     "kda_terms_tile",
     "key_too_long",
+    "parts_tile",
+    "row_sum_tile",
     "row_tile",
     "row_too_long",
     "target_of",
@@ -117,6 +119,20 @@ def row_tile(target: Target, F: int, *, tensors: int) -> Tile:
         # One set of tiles is all that fits: nothing is loaded ahead.
         launch = {"multibuffer": False}
     return Tile(max(1, elements // columns), columns, launch)
+
+
+def row_sum_tile(target: Target, F: int) -> Tile:
+    """Their backwards, which also sum over rows: parts of rows, read twice where F has several."""
+    # A partial sum is as long as a row: of 256 columns at most, it is one for eight rows or more.
+    columns = min(_power_of_two(F), 256)
+    # CUDA: sixteen elements a thread. Ascend: 8 KiB a float32 tile, for up to five inputs and their slopes.
+    return Tile(2048 // columns, columns, _launch(target, warps=4))
+
+
+def parts_tile(target: Target) -> Tile:
+    """Partial sums by columns."""
+    # CUDA: narrow, for many programs: a weight's few columns would else wait for one of them.
+    return Tile(64, 32 if target is CUDA else 64, _launch(target, warps=4))
 
 
 def conv_tile(target: Target, P: int) -> Tile:

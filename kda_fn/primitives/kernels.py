@@ -1,6 +1,7 @@
-"""What the kernels share: how they are given their tensors, and the pieces of packed sequences.
+"""What the kernels share: how they are given their tensors, pieces of packed sequences, and sums over rows.
 
-Tensors come with few axes, a last axis of stride one, and memory aligned alike.
+Tensors come with few axes, a last axis of stride one, and memory aligned alike. A sum over rows is taken in
+two launches: partial sums of rows whose number the shapes decide, and the sum of those.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
+from kda_fn.primitives import _targets
 from kda_fn.types import Tensor
 
-__all__ = ["as_batch", "as_rows", "on_device", "piece_at", "pieces", "readable", "rows_at"]
+__all__ = ["as_batch", "as_rows", "on_device", "piece_at", "pieces", "readable", "rows_at", "sum_of_parts"]
 
 ALIGNMENT = 16
 
@@ -36,11 +38,11 @@ def as_batch(x: Tensor, axes: int) -> Tensor:
     return readable(x.reshape(batch.numel(), *rest))
 
 
-def as_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """[*B F] -> [outer inner F], split alike; views where strides allow."""
+def as_rows(*tensors: Tensor, kept: int = 0) -> tuple[Tensor, ...]:
+    """[*B F] -> [outer inner F], split alike, behind the first `kept` axes; views where strides allow."""
     if all(x.is_contiguous() for x in tensors):
         return tuple(readable(x.view(-1, 1, x.shape[-1])) for x in tensors)
-    inner = tensors[0].shape[-2] if tensors[0].ndim > 1 else 1
+    inner = tensors[0].shape[-2] if tensors[0].ndim > 1 + kept else 1
     return tuple(readable(x.reshape(-1, inner, x.shape[-1])) for x in tensors)
 
 
@@ -62,6 +64,17 @@ def pieces(
         if wanted(stop - start)
         for first in range(0, max(stop - start - skip, 1), size)
     ]
+
+
+def sum_of_parts(parts: Tensor) -> Tensor:
+    """[groups parts F] -> [groups F], in an order that the number of parts alone decides."""
+    groups, count, F = parts.shape
+    total = parts.new_empty(groups, F)
+    target = _targets.target_of(parts)
+    tile = _targets.parts_tile(target)
+    programs = target.vector_grid(groups * triton.cdiv(F, tile.columns))
+    _sum_of_parts[programs](parts, total, groups, count, F, tile.rows, tile.columns, **tile.launch)
+    return total
 
 
 def on_device(table: list[tuple[int, int, int, int]], like: Tensor) -> Tensor:
@@ -92,3 +105,17 @@ def rows_at(task, outer, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.conste
     row = (task % blocks) * ROWS + tl.arange(0, ROWS)[:, None]
     f = tl.arange(0, COLUMNS)[None, :]
     return tl.cast(row, tl.int64), task // blocks, f, (row < outer) & (f < F)
+
+
+@triton.jit(do_not_specialize=["groups", "count", "F"])
+def _sum_of_parts(parts_ptr, total_ptr, groups, count, F, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    columns = tl.cdiv(F, COLUMNS)
+    for task in range(tl.program_id(0), groups * columns, tl.num_programs(0)):
+        f = (task % columns) * COLUMNS + tl.arange(0, COLUMNS)
+        group = tl.cast(task // columns, tl.int64)
+        total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        for first in range(0, count, ROWS):
+            row = first + tl.arange(0, ROWS)[:, None]
+            at = (group * count + row) * F + f[None, :]
+            total += tl.load(parts_ptr + at, mask=(row < count) & (f < F)[None, :], other=0.0)
+        tl.store(total_ptr + group * F + f, tl.sum(total, 0), mask=f < F)

@@ -74,6 +74,7 @@ _NORM = Primitive(
             module=_KERNELS,
             outputs=_output,
             fallback=reference.gated_rms_norm,
+            backward=True,
             unsupported=_unsupported,
             shared=(2,),
         )
@@ -90,6 +91,7 @@ _RESIDUAL_NORM = Primitive(
             module=_KERNELS,
             outputs=_outputs,
             fallback=reference.residual_gated_rms_norm,
+            backward=True,
             unsupported=_unsupported,
             shared=(3,),
         )
