@@ -47,6 +47,7 @@ _KDA_GATE = Primitive(
             module="kda_fn.primitives.kda_gate.kernels",
             outputs=_outputs,
             fallback=reference.kda_gate,
+            backward=True,
             unsupported=lambda raw, *_weights, **_options: _targets.key_too_long(raw.shape[-1]),
             shared=(1, 2),
         )
