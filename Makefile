@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 APT := mlir-19-tools clang-19
 
-.PHONY: demo test lint tools test-slow bench ascend clean
+.PHONY: demo test lint tools test-slow bench bench-gpu ascend clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m kda_fn.demo $(ARGS)
@@ -25,6 +25,13 @@ test-slow: $(VENV)/.dev
 
 bench: $(VENV)/.peers
 	$(BIN)/python benchmarks/cpu.py $(ARGS)
+
+# Autotuning peers compile for minutes in one process: WORKERS of them do it first.
+WORKERS ?= 12
+bench-gpu: $(VENV)/.peers-gpu
+	$(BIN)/python benchmarks/gpu.py $(ARGS) --prewarm $(WORKERS)
+	$(BIN)/python benchmarks/gpu.py $(ARGS)
+	$(BIN)/python benchmarks/gpu.py --plot
 
 ascend: $(VENV)/.dev
 	$(BIN)/python benchmarks/ascend.py $(ARGS)
@@ -55,4 +62,8 @@ tools:
 
 $(VENV)/.peers: $(VENV)/.torch pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[demo,peers]"
+	touch $@
+
+$(VENV)/.peers-gpu: $(VENV)/.torch pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable ".[demo,peers-gpu]"
 	touch $@

@@ -54,7 +54,7 @@ def interleave(
     samples: Samples = {name: [] for name in jobs}
     names = list(jobs)
     for i in range(rounds):
-        first = i % len(names)
+        first = i % max(1, len(names))
         for name in names[first:] + names[:first]:
             jobs[name]()
             samples[name].append(sample(jobs[name], repeats))
