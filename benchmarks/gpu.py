@@ -862,7 +862,7 @@ def prewarm(count: int, arguments: Sequence[str]) -> None:
 
 
 def prewarm_share(share: int, count: int, plan: Plan, machine: Machine, field: dict[str, Contender]) -> None:
-    """Runs all that a plan will run, short, with every autotuner seeing one in `count` of its choices."""
+    """Runs all that a plan will run, with every autotuner seeing one in `count` of its choices."""
     if importlib.util.find_spec("triton") is not None:
         take_share_of_autotuning(share, count)
     calls = prewarm_calls(plan)
@@ -874,21 +874,21 @@ def prewarm_share(share: int, count: int, plan: Plan, machine: Machine, field: d
             reason = failure_of(partial(prewarm_call, case, contender, plan, machine))
             if reason is not None:
                 reasons.add(f"{name}: {reason}")
+            # The processes share the device's memory.
+            machine.release()
     print(f"compiled share {share}", *sorted(reasons), sep="\n  ", file=sys.stderr, flush=True)
 
 
 def prewarm_calls(plan: Plan) -> list[Case]:
-    """Each kind of call once, as short as its length can be without making other kernels of it."""
+    """Each call once, whatever its regime; at full length, by which a peer may tune its kernels."""
     kinds: dict[Case, None] = {}
-    for mode, (B, T, H), gate, _ in cases(plan):
-        # From 2048 tokens on the number of chunks of 64 is a multiple of 16, on which compilers specialise.
-        short = B, min(T, 2048), H
+    for mode, shape, gate, _ in cases(plan):
         if mode == "accuracy":
-            kinds[Case("forward", short, gate, "init")] = None
+            kinds[Case("forward", shape, gate, "init")] = None
             if "backward" in plan.modes:
                 kinds[Case("backward", plan.accuracy_gradients, gate, "init")] = None
         else:
-            kinds[Case("backward" if mode == "gradients" else mode, short, gate, "init")] = None
+            kinds[Case("backward" if mode == "gradients" else mode, shape, gate, "init")] = None
     return list(kinds)
 
 

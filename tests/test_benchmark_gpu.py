@@ -427,10 +427,9 @@ def test_a_peer_gets_its_own_layout(gpu: ModuleType, monkeypatch: pytest.MonkeyP
 def test_prewarming_runs_every_kind_of_call_once(gpu: ModuleType) -> None:
     calls = gpu.prewarm_calls(gpu.Plan())
     assert len(calls) == len(set(calls))
-    assert all(T <= 2048 for _, (_, T, _), _, _ in calls)
-    timed = {(c.mode, c.shape[0], c.shape[2], c.gate) for c in gpu.cases(gpu.Plan())}
-    timed -= {x for x in timed if x[0] in ("accuracy", "gradients")}
-    assert timed < {(c.mode, c.shape[0], c.shape[2], c.gate) for c in calls}
+    timed = {(c.mode, c.shape, c.gate) for c in gpu.cases(gpu.Plan()) if c.mode in gpu.MODES[:3]}
+    assert timed < {(c.mode, c.shape, c.gate) for c in calls}
+    assert {c.mode for c in calls} == set(gpu.MODES[:3])
     assert ("backward", (1, 512, 8)) in {(c.mode, c.shape) for c in calls}
     forward = gpu.Plan(modes=("forward",))
     assert {c.mode for c in gpu.prewarm_calls(forward)} == {"forward"}
