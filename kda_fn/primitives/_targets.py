@@ -20,7 +20,9 @@ __all__ = [
     "TARGETS",
     "Target",
     "Tile",
+    "conv_backward_tile",
     "conv_tile",
+    "kda_gradients_tile",
     "kda_scan_tile",
     "kda_steps_tile",
     "kda_terms_tile",
@@ -142,6 +144,12 @@ def conv_tile(target: Target, P: int) -> Tile:
     return Tile(16 if target is CUDA else 32, columns, _launch(target, warps=4))
 
 
+def conv_backward_tile(target: Target, P: int, W: int) -> Tile:
+    """The same of its backward."""
+    # W tiles of the input stay at hand. Ascend: 8 KiB each, or 4 KiB where they are many.
+    return Tile(16 if W <= 4 else 8, min(_power_of_two(P), 128), _launch(target, warps=4))
+
+
 def kda_steps_tile(target: Target, K: int, V: int) -> Tile:
     """The recurrence: K by a part of V."""
     rows = _power_of_two(K)
@@ -151,9 +159,16 @@ def kda_steps_tile(target: Target, K: int, V: int) -> Tile:
 
 
 def kda_terms_tile(target: Target, dtype: torch.dtype, K: int) -> Tile:
-    """A chunk's own terms: blocks of 16 tokens by K."""
-    # CUDA: matrices this small leave more than two warps idle.
-    return Tile(16, max(16, _power_of_two(K)), _launch(target, warps=2), _precision(target, dtype))
+    """A chunk's own terms: whole rows of K for their lengths, the rest by parts of K."""
+    rows = max(16, _power_of_two(K))
+    # CUDA: 16 elements a thread and tile, some ten of which are alive beside two matrices of 32.
+    return Tile(rows, min(rows, 32), _launch(target, warps=4), _single(target, dtype))
+
+
+def kda_gradients_tile(target: Target, dtype: torch.dtype, K: int, V: int) -> Tile:
+    """A chunk's gradients: by parts of K, and within them by parts of V."""
+    rows, columns = (max(16, _power_of_two(size)) for size in (V, K))
+    return Tile(min(rows, 64), min(columns, 32), _launch(target, warps=4), _single(target, dtype))
 
 
 def kda_scan_tile(target: Target, dtype: torch.dtype, K: int, V: int) -> Tile:
@@ -172,9 +187,13 @@ def _launch(target: Target, *, warps: int, stages: int = 1) -> dict[str, int | b
 
 
 def _precision(target: Target, dtype: torch.dtype) -> str:
-    # Three TF32 products are as good as float32, and run on tensor cores. One is not: the errors of a chunk's
-    # terms would exceed those of their rounding to half precision.
+    # Three TF32 products are as good as float32, and run on tensor cores.
     return "tf32x3" if target is CUDA and dtype != torch.float32 else "ieee"
+
+
+def _single(target: Target, dtype: torch.dtype) -> str:
+    # One has three binary digits more than bfloat16.
+    return "tf32" if target is CUDA and dtype != torch.float32 else "ieee"
 
 
 def _power_of_two(size: int) -> int:

@@ -67,6 +67,7 @@ _CAUSAL_CONV1D = Primitive(
             outputs=_outputs,
             fallback=fallback.causal_conv1d,
             shared=(2, 3),
+            backward=True,
         )
     },
 )
