@@ -124,17 +124,20 @@ def row_tile(target: Target, F: int, *, tensors: int) -> Tile:
 
 
 def row_sum_tile(target: Target, F: int) -> Tile:
-    """Their backwards, which also sum over rows: parts of rows, read twice where F has several."""
-    # A partial sum is as long as a row: of 256 columns at most, it is one for eight rows or more.
+    """Their backwards, which also sum over rows; of more than 256 columns they read each twice."""
+    # A partial sum is as long as a row, and there is one for every few rows of a long one.
     columns = min(_power_of_two(F), 256)
-    # CUDA: sixteen elements a thread. Ascend: 8 KiB a float32 tile, for up to five inputs and their slopes.
-    return Tile(2048 // columns, columns, _launch(target, warps=4))
+    if target is CUDA and columns < F:
+        # Eight columns a thread, all rows in it: a sum over rows needs no other thread.
+        return Tile(4, columns, _launch(target, warps=1))
+    # CUDA: eight elements a thread. Ascend: 8 KiB a float32 tile, for up to five inputs, slopes and sums.
+    return Tile(2048 // columns, columns, _launch(target, warps=8))
 
 
 def parts_tile(target: Target) -> Tile:
     """Partial sums by columns."""
-    # CUDA: narrow, for many programs: a weight's few columns would else wait for one of them.
-    return Tile(64, 32 if target is CUDA else 64, _launch(target, warps=4))
+    # CUDA: narrow, or a weight of a few columns would wait for one program.
+    return Tile(128, 8, _launch(target, warps=4)) if target is CUDA else Tile(64, 64, {})
 
 
 def conv_tile(target: Target, P: int) -> Tile:
@@ -146,8 +149,11 @@ def conv_tile(target: Target, P: int) -> Tile:
 
 def conv_backward_tile(target: Target, P: int, W: int) -> Tile:
     """The same of its backward."""
-    # W tiles of the input stay at hand. Ascend: 8 KiB each, or 4 KiB where they are many.
-    return Tile(16 if W <= 4 else 8, min(_power_of_two(P), 128), _launch(target, warps=4))
+    if target is CUDA:
+        # The same for sums over tokens.
+        return Tile(2, min(_power_of_two(P), 256), _launch(target, warps=1))
+    # W tiles of the input stay at hand: 8 KiB each, or 4 KiB where they are many.
+    return Tile(16 if W <= 4 else 8, min(_power_of_two(P), 128), {})
 
 
 def kda_steps_tile(target: Target, K: int, V: int) -> Tile:

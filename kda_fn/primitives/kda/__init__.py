@@ -114,6 +114,7 @@ _KDA = Primitive(
             outputs=_outputs,
             fallback=fallback.kda,
             unsupported=_unsupported,
+            backward=True,
         )
     },
 )
@@ -129,6 +130,7 @@ _KDA_STEP = Primitive(
             outputs=_outputs,
             fallback=fallback.kda_step,
             unsupported=_unsupported,
+            backward=True,
         )
     },
 )
