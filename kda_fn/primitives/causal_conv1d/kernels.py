@@ -26,8 +26,8 @@ from kda_fn.types import Tensor
 
 __all__ = ["launch_causal_conv1d", "launch_causal_conv1d_backward"]
 
-TILES = 8
-"""Tiles of tokens that share a partial sum: fewer sums to write, and still tasks enough."""
+PART = 64
+"""Tokens that share a partial sum: fewer sums to write, and still tasks enough."""
 
 
 def launch_causal_conv1d(
@@ -102,11 +102,10 @@ def launch_causal_conv1d_backward(
     state, x, dnew, dy = (as_batch(each, 2) for each in (conv_state, x, dnew_state, dy))
     target = _targets.target_of(x)
     tile = _targets.conv_backward_tile(target, P, W)
-    part = tile.rows * TILES
     if cu_seqlens is None:
-        table, N, count = None, 1, triton.cdiv(max(T - (W - 1), 1), part)
+        table, N, count = None, 1, triton.cdiv(max(T - (W - 1), 1), PART)
     else:
-        table = on_device(pieces(cu_seqlens, part, skip=W - 1), x)
+        table = on_device(pieces(cu_seqlens, PART, skip=W - 1), x)
         N, count = len(cu_seqlens) - 1, len(table)
     sums = W + len(dbiases)
     parts = x.new_empty(groups, len(x) // groups * count, sums * P, dtype=torch.float32)
@@ -141,7 +140,7 @@ def launch_causal_conv1d_backward(
         cu_seqlens is not None,
         sums,
         triton.next_power_of_2(sums),
-        part,
+        PART,
         tile.rows,
         tile.columns,
         **tile.launch,
@@ -271,16 +270,16 @@ def _causal_conv1d_backward(
     PACKED: tl.constexpr,
     SUMS: tl.constexpr,
     SUM_ROWS: tl.constexpr,
-    PART: tl.constexpr,
+    TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A task is a piece of PART tokens, and one partial sum: of W taps and the bias."""
+    """A task is a piece of TOKENS tokens, and one partial sum: of W taps and the bias."""
     columns = tl.cdiv(P, COLUMNS)
     for task in range(tl.program_id(0), B * count * columns, tl.num_programs(0)):
         c = (task % columns) * COLUMNS + tl.arange(0, COLUMNS)
         b = tl.cast(task // (columns * count), tl.int64)
-        n, first, start, length = piece_at(table_ptr, (task // columns) % count, PART, T, PACKED)
+        n, first, start, length = piece_at(table_ptr, (task // columns) % count, TOKENS, T, PACKED)
         x = x_ptr + b * x_batch + start * x_time
         dy = dy_ptr + b * dy_batch + start * dy_time
         dx = dx_ptr + (b * T + start) * P
@@ -295,7 +294,7 @@ def _causal_conv1d_backward(
 
         # Tokens W - 1 and later see x alone; dx is theirs alone up to the last W - 1.
         r = tl.arange(0, ROWS)
-        for begin in range(first, tl.minimum(first + PART, length - (W - 1)), ROWS):
+        for begin in range(first, tl.minimum(first + TOKENS, length - (W - 1)), ROWS):
             left = length - begin
             here = tl.cast(begin, tl.int64)
             x_here, dy_here = x + here * x_time, dy + here * dy_time

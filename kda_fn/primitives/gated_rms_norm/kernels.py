@@ -271,7 +271,8 @@ def _gated_rms_norm_backward(
         i = (task // blocks) % inner
         group = tl.cast(task // (blocks * inner), tl.int64)
         sums = tl.cast(task, tl.int64) * F
-        dweight = tl.zeros((COLUMNS,), dtype=tl.float32)
+        # A tile of sums, for rows lie with many threads: they meet once.
+        dweight = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         for first in range(begin, tl.minimum(begin + PART, outer), ROWS):
             inside = (first + tl.arange(0, ROWS))[:, None] < outer
             row = group * outer + first + tl.arange(0, ROWS)[:, None]
@@ -332,15 +333,15 @@ def _gated_rms_norm_backward(
                 tl.store(dx_ptr + packed, dx.to(dx_ptr.dtype.element_ty), mask=mask)
                 if HAS_WEIGHT:
                     # A row outside is 0 / 0 where eps is 0.
-                    part = tl.sum(tl.where(inside, dy * n * act, 0.0), 0)
+                    part = tl.where(inside, dy * n * act, 0.0)
                     if F <= COLUMNS:
                         dweight += part
                     else:
                         c = start + tl.arange(0, COLUMNS)
-                        tl.store(parts_ptr + sums + c, part, mask=c < F)
+                        tl.store(parts_ptr + sums + c, tl.sum(part, 0), mask=c < F)
         if HAS_WEIGHT and F <= COLUMNS:
             c = tl.arange(0, COLUMNS)
-            tl.store(parts_ptr + sums + c, dweight, mask=c < F)
+            tl.store(parts_ptr + sums + c, tl.sum(dweight, 0), mask=c < F)
 
 
 @triton.jit

@@ -182,8 +182,9 @@ def _kda_gate_backward(
         if HAS_RATE:
             A_log = tl.load(A_log_ptr + head).to(tl.float32)
             rate = tl.exp(tl.minimum(A_log, MOST))
-        dbias = tl.zeros((COLUMNS,), dtype=tl.float32)
-        drate = tl.zeros((COLUMNS,), dtype=tl.float32)
+        # Tiles of sums, for rows lie with many threads: they meet once.
+        dbias = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        drate = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         for first in range(begin, tl.minimum(begin + PART, outer), ROWS):
             row = group * outer + first + tl.arange(0, ROWS)[:, None]
             mask = (first + tl.arange(0, ROWS)[:, None] < outer) & (c < K)[None, :]
@@ -195,19 +196,19 @@ def _kda_gate_backward(
                 z = rate * x
                 dz = dg * lower_bound / ((1.0 + tl.exp(z)) * (1.0 + tl.exp(-z)))
                 dx = dz * rate
-                drate += tl.sum(dz * x, 0)
+                drate += dz * x
             else:
                 dx = -dg * rate / (1.0 + tl.exp(-x))
-                drate -= tl.sum(dg * _softplus(x), 0)
+                drate -= dg * _softplus(x)
             tl.store(
                 draw_ptr + (row * HV + head) * K + c[None, :], dx.to(draw_ptr.dtype.element_ty), mask=mask
             )
-            dbias += tl.sum(dx, 0)
+            dbias += dx
         sums = tl.cast(task // HV, tl.int64) * (HV * K + HV * HAS_RATE)
-        tl.store(parts_ptr + sums + head * K + c, dbias, mask=c < K)
+        tl.store(parts_ptr + sums + head * K + c, tl.sum(dbias, 0), mask=c < K)
         if HAS_RATE:
             # Of a tensor of one element: an NPU's cores overwrite each other's neighbouring scalars.
-            total = tl.sum(drate[None, :], 1) * tl.where(A_log <= MOST, rate, 0.0)
+            total = tl.sum(tl.sum(drate, 0)[None, :], 1) * tl.where(A_log <= MOST, rate, 0.0)
             tl.store(parts_ptr + sums + HV * K + head + tl.arange(0, 1), total)
 
 
