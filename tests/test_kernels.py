@@ -9,8 +9,23 @@ import pytest
 import subjects
 import torch
 from emulator import Emulator
-from laws import gradients
-from subjects import CONV, CONV_BIAS, KDA, KDA_STEP, L2_NORM, SUBJECTS, Inputs, Subject, cast
+from laws import SLOPE, assert_close, assert_identical, gradients, loss_of, row, weights_like
+from subjects import (
+    BOUNDED_GATE,
+    CONV,
+    CONV_BIAS,
+    KDA,
+    KDA_STEP,
+    L2_NORM,
+    NORM,
+    RESIDUAL_NORM,
+    SILU_NORM,
+    SOFTPLUS_GATE,
+    SUBJECTS,
+    Inputs,
+    Subject,
+    cast,
+)
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import grad, jacrev, jvp, vjp, vmap
@@ -40,14 +55,16 @@ def launches(call: Callable[[], Any]) -> list[str]:
 def test_no_kernel_reads_or_writes_outside_of_its_tensors(
     subject: Subject, dtype: torch.dtype, impl: Impl
 ) -> None:
-    """Fences before and behind every argument; the emulator raises at the first access to one."""
+    """Forward and backward: fences around every argument; the emulator raises at the first access to one."""
     with Emulator(strict=True) as emulator:
         for T in (0, 1, 2, 9, 70):
-            subject.call(cast(subject, subject.inputs(batch=(2,), T=T), dtype), impl)
+            inputs = cast(subject, subject.inputs(batch=(2,), T=T), dtype)
+            if any(x.numel() for x in inputs.values()):
+                gradients(subject, inputs, impl)
         if subject.packs:
             lengths = (0, 3, 70, 1, 0, 17)
             inputs = subject.inputs(batch=(), T=sum(lengths), N=len(lengths))
-            subject.call(cast(subject, inputs, dtype), impl, kda_fn.cu_seqlens_of(lengths))
+            gradients(subject, cast(subject, inputs, dtype), impl, kda_fn.cu_seqlens_of(lengths))
     assert len(emulator.launches) >= 4
 
 
@@ -65,6 +82,70 @@ def test_a_call_is_as_few_launches_as_it_can_be(impl: Impl) -> None:
     inputs = cast(KDA, KDA.inputs(batch=(), T=80, N=4), torch.float32)
     packed = launches(lambda: KDA.call(inputs, impl, kda_fn.cu_seqlens_of(lengths)))
     assert packed == ["_steps", "_chunk_terms", "_chunk_scan"]
+
+
+@on_the_emulator
+def test_a_backward_is_as_few_launches_as_it_can_be(impl: Impl) -> None:
+    """One, and where rows are summed one for the partial sums."""
+
+    def backward(subject: Subject) -> list[str]:
+        inputs = cast(subject, subject.inputs(T=70), torch.float32)
+        return launches(lambda: gradients(subject, inputs, impl))
+
+    assert backward(CONV) == ["_causal_conv1d", "_causal_conv1d_backward", "_sum_of_parts"]
+    assert backward(SOFTPLUS_GATE) == ["_kda_gate", "_kda_gate_backward", "_sum_of_parts"]
+    assert backward(L2_NORM) == ["_l2_norm", "_l2_norm_backward"]
+    norm = ["_gated_rms_norm", "_gated_rms_norm_backward"]
+    assert backward(NORM) == backward(RESIDUAL_NORM) == [*norm, "_sum_of_parts"]
+    assert backward(SILU_NORM) == norm
+
+
+MANY_ROWS: dict[str, tuple[Subject, dict[str, int]]] = {
+    "convolution": (CONV, {"P": 200}),
+    "convolution, bias": (CONV_BIAS, {"P": 200}),
+    "convolution, two taps": (CONV, {"W": 2}),
+    "softplus gate": (SOFTPLUS_GATE, {"HV": 2, "K": 100}),
+    "bounded gate": (BOUNDED_GATE, {"HV": 2, "K": 100}),
+    "norm": (NORM, {"F": 200}),
+    "norm of long rows": (NORM, {"F": 700}),
+    "residual norm": (RESIDUAL_NORM, {"F": 200}),
+    "residual norm of long rows": (RESIDUAL_NORM, {"F": 700}),
+}
+"""Sizes at which every sum over rows has several partial sums, the last of which is not full."""
+
+
+@on_the_emulator
+@pytest.mark.parametrize("case", MANY_ROWS)
+def test_sums_over_many_rows(case: str, impl: Impl) -> None:
+    subject, sizes = MANY_ROWS[case]
+    inputs = cast(subject, subject.inputs(batch=(2,), T=150, **sizes), torch.float32)
+    # A slice of a wider tensor has an axis between its rows.
+    sliced = {
+        n: x if n in subject.shared else torch.cat([x, x], -1)[..., : x.shape[-1]] for n, x in inputs.items()
+    }
+    expected = gradients(subject, inputs, None)
+    for laid in (inputs, sliced):
+        assert_close(gradients(subject, laid, impl), expected, SLOPE[impl])
+
+
+@on_the_emulator
+@pytest.mark.parametrize("case", MANY_ROWS)
+def test_gradients_of_a_row_do_not_know_its_neighbours(case: str, impl: Impl) -> None:
+    """To the bit, those of shared weights too: alone, and by vmap in one launch of each kernel."""
+    subject, sizes = MANY_ROWS[case]
+    inputs = cast(subject, subject.inputs(batch=(3,), T=150, **sizes), torch.float32)
+    in_dims = {name: None if name in subject.shared else 0 for name in inputs}
+    weights = weights_like(subject.call(row(subject, inputs, 0), impl))
+
+    def per_sample(x: Inputs) -> Inputs:
+        return grad(lambda x: loss_of(subject.call(x, impl), weights))(x)
+
+    with Emulator() as emulator:
+        together = vmap(per_sample, in_dims=(in_dims,))(inputs)
+    assert len(emulator.launches) == 3
+    for n in range(3):
+        alone = gradients(subject, row(subject, inputs, n), impl, weights=weights)
+        assert_identical([x[n] for x in together.values() if x.numel()], alone)
 
 
 @on_the_emulator
@@ -122,6 +203,63 @@ def test_a_weight_without_batch_axes_is_taken_once(impl: Impl) -> None:
 
 
 @on_the_emulator
+def test_gradients_of_a_weight_by_sample(impl: Impl) -> None:
+    """One launch for any number of maps over it; rows that have a weight each are a launch each."""
+    inputs = cast(CONV_BIAS, CONV_BIAS.inputs(batch=(2, 3), T=9), torch.float32)
+    state, x, weight, bias = inputs.values()
+
+    def of_weights(state: Tensor, x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        def loss(weight: Tensor, bias: Tensor) -> Tensor:
+            new_state, y = kda_fn.causal_conv1d(state, x, weight, bias, impl=impl)
+            return y.square().sum() + new_state.sum()
+
+        return grad(loss, (0, 1))(weight, bias)
+
+    rows = (0, 0, None, None)
+    with Emulator() as emulator:
+        shared = vmap(vmap(of_weights, in_dims=rows), in_dims=rows)(state, x, weight, bias)
+    kernels = ["_causal_conv1d", "_causal_conv1d_backward", "_sum_of_parts"]
+    assert [launch.kernel for launch in emulator.launches] == kernels
+    assert [tuple(g.shape) for g in shared] == [(2, 3, *weight.shape), (2, 3, *bias.shape)]
+    with Emulator() as emulator:
+        own = vmap(vmap(of_weights, in_dims=(0, 0, 0, None)), in_dims=rows)(
+            state, x, weight.expand(3, *weight.shape), bias
+        )
+    assert len(emulator.launches) == 3 * len(kernels)
+    assert_identical(own, shared)
+
+
+@on_the_emulator
+def test_gradients_of_no_token(impl: Impl) -> None:
+    """Those of weights are zero, and that of a window is the next one's."""
+    for batch in ((2,), (0,)):
+        inputs = cast(CONV_BIAS, CONV_BIAS.inputs(batch=batch, T=0), torch.float32)
+        tracked = {name: x.requires_grad_() for name, x in inputs.items()}
+        new_state, y = CONV_BIAS.call(tracked, impl)
+        d_new = torch.randn_like(new_state)
+        d_state, *rest = torch.autograd.grad((new_state, y), list(tracked.values()), (d_new, y))
+        assert torch.equal(d_state, d_new) and d_state.shape == (*batch, 2, 5)
+        assert all((g == 0).all() for g in rest)
+
+
+@on_the_emulator
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_gradients_of_saturated_gates(lower_bound: float | None, impl: Impl) -> None:
+    """Finite and right, with rates up to the end of float32; beyond it the rate has no slope."""
+    subject = SOFTPLUS_GATE if lower_bound is None else BOUNDED_GATE
+    inputs = cast(subject, subject.inputs(batch=(), T=40), torch.float32)
+    inputs["raw"][::3] *= 1e3
+    inputs["raw"][1::3] *= 1e6
+    inputs["A_log"] = torch.tensor([1.0, -3.0, 87.5])
+    weights = [1e-8 * w for w in weights_like(subject.call(inputs, impl))]
+    actual, expected = (gradients(subject, inputs, i, weights=weights) for i in (impl, None))
+    assert_close(actual, expected, SLOPE[impl])
+    inputs["A_log"] = torch.tensor([1.0, -3.0, 200.0])
+    of_rate = gradients(subject, inputs, impl, weights=weights)[1]
+    assert of_rate[2] == 0 and (of_rate[:2] != 0).all()
+
+
+@on_the_emulator
 def test_strided_inputs_are_read_where_they_are(impl: Impl) -> None:
     """A slice of a packed projection: the launch is given the slice, no copy of it is made."""
     packed = torch.randn(2, 9, 3 * 32)
@@ -149,6 +287,36 @@ def test_operators_tell_their_outputs(subject: Subject, impl: Impl) -> None:
         fake = subject.call({name: mode.from_tensor(x) for name, x in inputs.items()}, impl)
     for a, b in zip(fake, real, strict=True):
         assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+
+
+@on_the_emulator
+@pytest.mark.parametrize("rows", [0, 1])
+@pytest.mark.parametrize("subject", [CONV_BIAS, SILU_NORM, BOUNDED_GATE, L2_NORM], ids=lambda s: s.name)
+def test_backward_operators_tell_their_gradients(subject: Subject, rows: int, impl: Impl) -> None:
+    """One for each tensor that is there, in its dtype, those of shared ones behind `rows` axes."""
+    operators: list[tuple[Any, Any, Any, Any]] = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if func.name().endswith("_backward"):
+                operators.append((func, args, kwargs, result))
+            return result
+
+    inputs: Inputs = cast(subject, subject.inputs(batch=(2,), T=9), torch.bfloat16)
+    with Record():
+        gradients(subject, inputs, impl)
+    ((operator, args, options, _),) = operators
+    real = operator(*args, **{**options, "rows": rows})
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake_args = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in args]
+        fake = operator(*fake_args, **{**options, "rows": rows})
+    assert len(real) == len(inputs)
+    for a, b, (name, x) in zip(fake, real, inputs.items(), strict=True):
+        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+        assert b.dtype == x.dtype and b.is_contiguous()
+        assert b.shape == ((2,) * rows if name in subject.shared else ()) + x.shape
+        assert (b != 0).any()
 
 
 def test_without_a_device_explain_says_why() -> None:
