@@ -11,6 +11,8 @@ Source: Kimi Linear, arXiv:2510.26692.
 
 from __future__ import annotations
 
+from functools import partial
+
 from kda_fn import _check, ragged
 from kda_fn.primitives import _targets
 from kda_fn.primitives._kernel import kernel
@@ -18,10 +20,12 @@ from kda_fn.primitives._primitive import Primitive
 from kda_fn.primitives.kda import fallback, reference
 from kda_fn.types import CuSeqlens, Float, Impl, Tensor
 
-__all__ = ["kda", "kda_step"]
+__all__ = ["check_kda", "kda", "kda_step"]
 
 
-def _check_kda(
+def check_kda(
+    caller: str,
+    gate: str,
     initial_state: Tensor,
     q: Tensor,
     k: Tensor,
@@ -34,22 +38,23 @@ def _check_kda(
     chunk_size: int,
     cu_seqlens: CuSeqlens | None,
 ) -> None:
+    """The check of `kda`, and of a caller that has another name for g."""
     specs = {
         "q": (q, "*B T H K"),
         "k": (k, "*B T H K"),
         "v": (v, "*B T HV V"),
-        "g": (g, "*B T HV K"),
+        gate: (g, "*B T HV K"),
         "beta": (beta, "*B T HV"),
         "initial_state": (initial_state, "*B HV K V" if cu_seqlens is None else "*B N HV K V"),
     }
-    _check_tensors("kda", specs)
+    _check_tensors(caller, specs)
     if cu_seqlens is not None:
         ragged.check_packing(
-            "kda", cu_seqlens, T=q.shape[-3], N=initial_state.shape[-4], state_name="initial_state"
+            caller, cu_seqlens, T=q.shape[-3], N=initial_state.shape[-4], state_name="initial_state"
         )
-    _check_scale("kda", scale)
-    _check.promised_bound("kda", lower_bound)
-    _check.power_of_two("kda", "chunk_size", chunk_size)
+    _check_scale(caller, scale)
+    _check.promised_bound(caller, lower_bound)
+    _check.power_of_two(caller, "chunk_size", chunk_size)
 
 
 def _check_step(
@@ -103,7 +108,7 @@ _TENSORS = "Tensor initial_state, Tensor q, Tensor k, Tensor v, Tensor g, Tensor
 
 _KDA = Primitive(
     "kda",
-    check=_check_kda,
+    check=partial(check_kda, "kda", "g"),
     reference=reference.kda,
     fallback=fallback.kda,
     kernels={

@@ -8,6 +8,8 @@ raw, g [*B HV K]   A_log [HV]   dt_bias [HV*K]      g in natural units of log de
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from kda_fn import _check
@@ -17,20 +19,23 @@ from kda_fn.primitives._primitive import Primitive
 from kda_fn.primitives.kda_gate import reference
 from kda_fn.types import Float, Impl, Tensor
 
-__all__ = ["kda_gate"]
+__all__ = ["check_kda_gate", "kda_gate"]
 
 
-def _check_kda_gate(raw: Tensor, A_log: Tensor, dt_bias: Tensor, *, lower_bound: float | None) -> None:
-    _check.floating("kda_gate", {"raw": raw, "A_log": A_log, "dt_bias": dt_bias})
-    _check.shapes("kda_gate", {"raw": (raw, "*B HV K")})
-    _check.promised_bound("kda_gate", lower_bound)
+def check_kda_gate(
+    caller: str, raw: Tensor, A_log: Tensor, dt_bias: Tensor, *, lower_bound: float | None
+) -> None:
+    """The check of `kda_gate`, and of a caller that has the gate inside."""
+    _check.floating(caller, {"raw": raw, "A_log": A_log, "dt_bias": dt_bias})
+    _check.shapes(caller, {"raw": (raw, "*B HV K")})
+    _check.promised_bound(caller, lower_bound)
     HV, K = raw.shape[-2:]
     absent = lower_bound is not None and A_log.shape == (0,)
     if A_log.shape != (HV,) and not absent:
         fits = f"[HV] = ({HV},)" + ("" if lower_bound is None else ", or (0,) for a factor of 1")
-        raise ValueError(f"kda_gate: A_log has shape {tuple(A_log.shape)}, expected {fits}")
+        raise ValueError(f"{caller}: A_log has shape {tuple(A_log.shape)}, expected {fits}")
     if dt_bias.shape != (HV * K,):
-        raise ValueError(f"kda_gate: dt_bias has shape {tuple(dt_bias.shape)}, expected [HV*K] = ({HV * K},)")
+        raise ValueError(f"{caller}: dt_bias has shape {tuple(dt_bias.shape)}, expected [HV*K] = ({HV * K},)")
 
 
 def _outputs(raw: Tensor, *_weights: Tensor, **_options: object) -> tuple[Tensor, ...]:
@@ -39,7 +44,7 @@ def _outputs(raw: Tensor, *_weights: Tensor, **_options: object) -> tuple[Tensor
 
 _KDA_GATE = Primitive(
     "kda_gate",
-    check=_check_kda_gate,
+    check=partial(check_kda_gate, "kda_gate"),
     reference=reference.kda_gate,
     kernels={
         "triton": kernel(
