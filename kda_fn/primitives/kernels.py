@@ -16,9 +16,21 @@ import triton.language as tl
 from kda_fn.primitives import _targets
 from kda_fn.types import Tensor
 
-__all__ = ["as_batch", "as_rows", "on_device", "piece_at", "pieces", "readable", "rows_at", "sum_of_parts"]
+__all__ = [
+    "TILES",
+    "as_batch",
+    "as_rows",
+    "on_device",
+    "piece_at",
+    "pieces",
+    "readable",
+    "rows_at",
+    "sum_of_parts",
+]
 
 ALIGNMENT = 16
+TILES = 8
+"""Tiles of rows that share a partial sum: fewer sums to write, and still tasks enough."""
 
 
 def readable(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from kda_fn.primitives import _targets
-from kda_fn.primitives.kernels import as_rows, rows_at, sum_of_parts
+from kda_fn.primitives.kernels import TILES, as_rows, rows_at, sum_of_parts
 from kda_fn.types import Activation, Tensor
 
 __all__ = [
@@ -25,9 +25,6 @@ __all__ = [
     "launch_residual_gated_rms_norm",
     "launch_residual_gated_rms_norm_backward",
 ]
-
-TILES = 8
-"""Tiles of rows that share a partial sum: fewer sums to write, and still tasks enough."""
 
 
 def launch_gated_rms_norm(

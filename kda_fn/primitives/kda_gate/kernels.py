@@ -15,15 +15,13 @@ import triton
 import triton.language as tl
 
 from kda_fn.primitives import _targets
-from kda_fn.primitives.kernels import readable, sum_of_parts
+from kda_fn.primitives.kernels import TILES, readable, sum_of_parts
 from kda_fn.types import Tensor
 
 __all__ = ["launch_kda_gate", "launch_kda_gate_backward"]
 
 MOST = tl.constexpr(87.72283905206835)
 """Of A_log, as in `reference.py`: a finite rate, for inf times 0 would be NaN."""
-TILES = 8
-"""Tiles of rows that share a partial sum: fewer sums to write, and still tasks enough."""
 
 
 def launch_kda_gate(
