@@ -21,13 +21,10 @@ import torch.nn.functional as F
 
 from kda_fn import _check, ragged
 from kda_fn.layers.mlp import normal_weight
-from kda_fn.primitives._activations import sigmoid
 from kda_fn.primitives._primitive import check_impl
 from kda_fn.primitives.causal_conv1d import causal_conv1d
+from kda_fn.primitives.fused_kda import fused_kda
 from kda_fn.primitives.gated_rms_norm import gated_rms_norm
-from kda_fn.primitives.kda import kda
-from kda_fn.primitives.kda_gate import kda_gate
-from kda_fn.primitives.l2_norm import l2_norm
 from kda_fn.types import CuSeqlens, Float, Impl, KDAConfig, KDAParams, KDAState, LowRank, Tensor
 
 __all__ = ["init_kimi_delta_attention", "init_state", "kimi_delta_attention"]
@@ -67,23 +64,18 @@ def kimi_delta_attention(
     # Under autocast a projection leaves x's dtype; the state must not.
     qkv = F.linear(x, params.qkv).to(x.dtype)
     conv_state, qkv = causal_conv1d(state.conv_state, qkv, params.conv, cu_seqlens=cu_seqlens, impl=impl)
-    qk, v = qkv.split([2 * H * K, HV * V], -1)
-    q, k = l2_norm(qk.unflatten(-1, (2 * H, K)), impl=impl).split(H, -2)
-    v = v.unflatten(-1, (HV, V))
-
-    raw = _project(params.decay, x).unflatten(-1, (HV, K))
-    g = kda_gate(raw, params.A_log, params.dt_bias, lower_bound=config.lower_bound, impl=impl)
-    beta = sigmoid(_at_least_float32(F.linear(x, params.beta)))
-    beta = 2 * beta if config.allow_neg_eigval else beta
-
-    recurrent_state, o = kda(
+    q, k, v = qkv.split([H * K, H * K, HV * V], -1)
+    recurrent_state, o = fused_kda(
         state.recurrent_state,
-        q,
-        k,
-        v,
-        g,
-        beta,
+        q.unflatten(-1, (H, K)),
+        k.unflatten(-1, (H, K)),
+        v.unflatten(-1, (HV, V)),
+        _project(params.decay, x).unflatten(-1, (HV, K)),
+        F.linear(x, params.beta),
+        params.A_log,
+        params.dt_bias,
         lower_bound=config.lower_bound,
+        allow_neg_eigval=config.allow_neg_eigval,
         chunk_size=config.chunk_size,
         cu_seqlens=cu_seqlens,
         impl=impl,
@@ -155,10 +147,6 @@ def _project(params: LowRank | Tensor, x: Tensor) -> Tensor:
         return F.linear(x, params)
     bias = params.bias if params.bias.numel() else None
     return F.linear(F.linear(x, params.down), params.up, bias)
-
-
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _check_layer(
