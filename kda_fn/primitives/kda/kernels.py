@@ -142,7 +142,7 @@ class Gate(NamedTuple):
 
 
 class Call:
-    """The tensors of a call, with one batch axis. With a gate g and beta are logits, q and k of any length."""
+    """The tensors of a call, with one batch axis. With a gate, g and beta are logits and q, k not yet unit."""
 
     def __init__(
         self,
@@ -179,8 +179,8 @@ class Call:
     ) -> tuple[Tensor, Tensor] | None:
         """Fills the gradients of the six tensors.
 
-        With a gate those of q and k are of the unit vectors, and the result is dA_log and ddt_bias, by channel
-        and chunk.
+        With a gate those of q and k are of the unit vectors, and the result is dA_log and ddt_bias, both by
+        chunk and channel.
         """
         chunks = self._chunks(lambda _length: True)
         if chunks is None:
@@ -379,7 +379,8 @@ class Call:
 
     def _pairs_back(self, chunks: _Chunks, e: Tensor, d_v: Tensor, d_o: Tensor) -> tuple[Tensor, Tensor]:
         """The cotangents of each chunk's pairs of tokens, those of A and of P, before beta."""
-        dA, dP = (self.q.new_empty(*e.shape[:-1], C, dtype=torch.float32) for _ in range(2))
+        dtype = torch.bfloat16 if self.q.dtype == torch.bfloat16 else torch.float32
+        dA, dP = (self.q.new_empty(*e.shape[:-1], C, dtype=dtype) for _ in range(2))
         tile = _targets.kda_gradients_tile(self.target, self.q.dtype, self.K, self.V)
         _chunk_pairs_back[self.target.cube_grid(self.B * self.HV * chunks.count)](
             e,
@@ -643,11 +644,14 @@ def _chunk_terms(
     BK: tl.constexpr,
 ):
     """With KEEP also what each row of q and of k was multiplied by, and each beta, for the gradients."""
-    dtype = q_in_ptr.dtype.element_ty
+    dtype: tl.constexpr = q_in_ptr.dtype.element_ty
+    # float16 has no range for them.
+    operand: tl.constexpr = tl.bfloat16 if dtype == tl.bfloat16 else tl.float32
     t = tl.arange(0, C)
     i = t[:, None]
     j = t[None, :]
     block = i // M
+    zero = tl.zeros((C, BK), dtype=operand)
     for task in range(tl.program_id(0), B * count * HV, tl.num_programs(0)):
         hv = task % HV
         piece = (task // HV) % count
@@ -683,7 +687,7 @@ def _chunk_terms(
             k = _load(k_at + at, k_time, left, K - at, C, BK) * k_scale[:, None]
             since, after = _sums(g, SHUFFLES, C, M, BK)
             farthest = tl.maximum(farthest, tl.max(tl.abs(since), 1))
-            entering, leaving, passed = _around(g, block)
+            entering, leaving, d1, d2, passed = _around(g, block)
             near = k * tl.exp2(tl.minimum(-since, FAR))
             far = k * tl.exp2(after)
             from_block = tl.exp2(since)
@@ -694,14 +698,17 @@ def _chunk_terms(
             _store(k_in_ptr + own * C * K + at, k * entering, K, C, K - at, C, BK)
             tl.store(decay_ptr + own * K + c, passed, mask=c < K)
 
-            # Row by row of blocks. Two blocks meet at the later one's start: k goes there through those between.
-            q = q.to(dtype)
-            k = k.to(dtype)
-            for n in range(0, C // M):
-                far *= tl.where(block < n - 1, _through(g, block, n - 1)[None, :], 1.0)
-                there = tl.trans(tl.where(block == n, near, far).to(dtype))
-                A = tl.dot(tl.where(block == n, q, 0.0).to(dtype), there, A, input_precision=PRECISION)
-                L = tl.dot(tl.where(block == n, k, 0.0).to(dtype), there, L, input_precision=PRECISION)
+            # Row by row of blocks. Two blocks meet at the later one's start, where k gets through those between.
+            q = q.to(operand)
+            k = k.to(operand)
+            for n in tl.static_range(C // M):
+                if n == 2:
+                    far *= tl.where(block < 1, d1[None, :], 1.0)
+                if n == 3:
+                    far *= tl.where(block < 2, d2[None, :], 1.0)
+                there = tl.trans(tl.where(block == n, near, far).to(operand))
+                A = tl.dot(tl.where(block == n, q, zero), there, A, input_precision=PRECISION)
+                L = tl.dot(tl.where(block == n, k, zero), there, L, input_precision=PRECISION)
 
         if tl.max(farthest, 0) > FAR:
             A_near = tl.zeros((C, C), dtype=tl.float32)
@@ -832,7 +839,7 @@ def _through(g, block, n):
 
 @triton.jit
 def _around(g, block):
-    """The decay through all blocks before a row's own, through all after it, and through the chunk."""
+    """The decays through the blocks before a row's own, through those after it, through 1 and 2, and all."""
     d0 = _through(g, block, 0)
     d1 = _through(g, block, 1)
     d2 = _through(g, block, 2)
@@ -841,7 +848,7 @@ def _around(g, block):
     before = tl.where(block == 0, 1.0, tl.where(block == 1, d0[None, :], late))
     late = tl.where(block == 2, d3[None, :], 1.0)
     after = tl.where(block == 0, (d1 * d2 * d3)[None, :], tl.where(block == 1, (d2 * d3)[None, :], late))
-    return before, after, d0 * d1 * d2 * d3
+    return before, after, d1, d2, d0 * d1 * d2 * d3
 
 
 @triton.jit
@@ -872,7 +879,10 @@ def _so_far(flags, C: tl.constexpr, M: tl.constexpr):
 
 @triton.jit
 def _inverse(L, HALF: tl.constexpr, SHUFFLES: tl.constexpr, C: tl.constexpr, M: tl.constexpr):
-    """(I + L)^-1 of a strictly lower triangular L [C C], by halves: of [[P 0] [Q R]] the corner is -R^-1 Q P^-1."""
+    """(I + L)^-1 of a strictly lower triangular L [C C], by halves.
+
+    That of [[P, 0], [Q, R]] is [[P^-1, 0], [-R^-1 Q P^-1, R^-1]].
+    """
     i = tl.arange(0, C)[:, None]
     j = tl.arange(0, C)[None, :]
     if SHUFFLES:
@@ -909,7 +919,7 @@ def _inverse_of_blocks(L, C: tl.constexpr, M: tl.constexpr):
 
 @triton.jit
 def _product(a, b, HALF: tl.constexpr):
-    """a b of float32 matrices; beside half-precision inputs of 16 binary digits, which bfloat16 units make quick."""
+    """a b of float32 matrices; beside half precision of 16 binary digits, for which bfloat16 products do."""
     if HALF:
         a_high = a.to(tl.bfloat16)
         b_high = b.to(tl.bfloat16)
@@ -1220,14 +1230,16 @@ def _chunk_gradients(
     """With a gate: d_q and d_k of the unit vectors, d_g and d_betas of the logits, and sums over the chunk.
 
     Every use of k_j that beta_j multiplies is a use of e_j: d_beta_j is k_j times the gradient of beta_j k_j.
-    A gate's gradient is a sum over the pairs of tokens around it: over all that come from it or after it, less
-    those that go there and back (which cancel), plus what leaves the chunk.
+    A gate's gradient is a sum over the pairs of tokens around it: over all pairs that end there or later, less
+    those that begin there or later, plus what leaves the chunk.
     """
     dtype = e_ptr.dtype.element_ty
+    operand = dA_ptr.dtype.element_ty
     t = tl.arange(0, C)
     i = t[:, None]
     j = t[None, :]
     block = i // M
+    zero = tl.zeros((C, C), dtype=operand)
     parts: tl.constexpr = (K + BK - 1) // BK
     for task in range(tl.program_id(0), B * count * HV * parts, tl.num_programs(0)):
         part = task % parts
@@ -1273,7 +1285,7 @@ def _chunk_gradients(
         q = _load(q_at, q_time, left, K - at, C, BK) * tl.load(rows_ptr + own * 3 * C + t)[:, None]
         k = _load(k_at, k_time, left, K - at, C, BK) * tl.load(rows_ptr + (own * 3 + 1) * C + t)[:, None]
         since, after = _sums(g, SHUFFLES, C, M, BK)
-        entering, leaving, passed = _around(g, block)
+        entering, leaving, d1, d2, passed = _around(g, block)
         from_block = tl.exp2(since)
         far = tl.exp2(after)
         dq *= from_block * entering
@@ -1282,20 +1294,29 @@ def _chunk_gradients(
         # What the chunk hands on of its first state, and of its writes.
         ending = passed * kept + tl.sum(k * beta * dp, 0)
 
-        dA = _load(dA_ptr + own * C * C, C, C, C, C, C)
-        dP = _load(dP_ptr + own * C * C, C, C, C, C, C)
+        dA = tl.load(dA_ptr + own * C * C + i * C + j)
+        dP = tl.load(dP_ptr + own * C * C + i * C + j)
         distant = tl.max(tl.max(tl.abs(since), 1), 0) > FAR
         near = tl.exp2(tl.minimum(-since, tl.where(distant, -1000.0, FAR)))
+        p = k * beta
+        dg = q * dq + k * dk - p * dp
         for n in range(0, C // M):
-            far *= tl.where(block < n - 1, _through(g, block, n - 1)[None, :], 1.0)
+            far *= tl.where(block < n - 1, tl.where(n == 2, d1, d2)[None, :], 1.0)
             here = block == n
-            there = tl.where(here, near, tl.where(block < n, far, 0.0))
             row = tl.where(here, from_block, 0.0)
-            k_there = k * beta * there
-            dq += row * tl.dot(dA + 0.0, k_there, input_precision=PRECISION)
-            dk += row * tl.dot(dP + 0.0, k_there, input_precision=PRECISION)
-            back = tl.dot(tl.trans(dA), q * row, input_precision=PRECISION)
-            dp += there * (back + tl.dot(tl.trans(dP), k * row, input_precision=PRECISION))
+            there = tl.where(here, near, tl.where(block < n, far, 0.0))
+            # A pair that comes and goes must cancel in dg: both times its products are of the same roundings.
+            q_n = (q * row).to(operand)
+            k_n = (k * row).to(operand)
+            p_n = (p * there).to(operand)
+            of_q = tl.dot(dA + zero, p_n, input_precision=PRECISION)
+            of_k = tl.dot(dP + zero, p_n, input_precision=PRECISION)
+            of_p = tl.dot(tl.trans(dA), q_n, input_precision=PRECISION)
+            of_p += tl.dot(tl.trans(dP), k_n, input_precision=PRECISION)
+            dq += row * of_q
+            dk += row * of_k
+            dp += there * of_p
+            dg += q_n.to(tl.float32) * of_q + k_n.to(tl.float32) * of_k - p_n.to(tl.float32) * of_p
         if distant:
             # Had again rather than kept: every other chunk's registers are spared.
             beta = tl.load(rows_ptr + (own * 3 + 2) * C + t)[:, None]
@@ -1307,18 +1328,20 @@ def _chunk_gradients(
                 m = M - 1 - step
                 column = j == block * M + m
                 there = decay * _row_of_block(k * beta, m, SHUFFLES, C, M, BK)
-                dA_m = tl.sum(tl.where(column, dA, 0.0), 1)[:, None]
-                dP_m = tl.sum(tl.where(column, dP, 0.0), 1)[:, None]
+                dA_m = tl.sum(tl.where(column, dA.to(tl.float32), 0.0), 1)[:, None]
+                dP_m = tl.sum(tl.where(column, dP.to(tl.float32), 0.0), 1)[:, None]
                 dq += dA_m * there
                 dk += dP_m * there
-                sums = _sum_of_block((dA_m * q + dP_m * k) * decay, SHUFFLES, C, M, BK)
-                dp += tl.where(i % M == m, sums, 0.0)
+                of_p = _sum_of_block((dA_m * q + dP_m * k) * decay, SHUFFLES, C, M, BK)
+                of_p = tl.where(i % M == m, of_p, 0.0)
+                dp += of_p
+                dg += (dA_m * q + dP_m * k) * there - k * beta * of_p
                 farther = decay * _row_of_block(tl.exp2(g), m, SHUFFLES, C, M, BK)
                 decay = tl.where(i % M >= m, farther, decay)
 
         d_beta = tl.sum(k * dp, 1)
         dp *= beta
-        dg = _sums_from(q * dq + k * (dk - dp), SHUFFLES, C) + ending[None, :]
+        dg = _sums_from(dg, SHUFFLES, C) + ending[None, :]
         _store(d_q_ptr + place * K + at, scale * dq, HV * K, left, K - at, C, BK)
         _store(d_k_ptr + place * K + at, dk + dp, HV * K, left, K - at, C, BK)
         if GATE != "none":
