@@ -26,6 +26,7 @@ A layer's own gates, l2 normalisation and sigmoid can be had on the way (`Gate`)
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -142,7 +143,7 @@ class Gate(NamedTuple):
 
 
 class Call:
-    """The tensors of a call, with one batch axis. With a gate, g and beta are logits and q, k not yet unit."""
+    """The tensors of a call, with one batch axis. With a gate, g and beta are logits, q and k not yet unit."""
 
     def __init__(
         self,
@@ -258,7 +259,8 @@ class Call:
         decay = self.q.new_empty(*all_chunks, self.K, dtype=torch.float32)
         terms = _Terms(q_in, k_in, k_out, A, Y, decay)
         tile = _targets.kda_terms_tile(self.target, self.q.dtype, self.K)
-        _chunk_terms[self.target.cube_grid(self.B * self.HV * chunks.count)](
+        kernel = _chunk_terms if self.target is _targets.CUDA else _ascend().chunk_terms
+        kernel[self.target.cube_grid(self.B * self.HV * chunks.count)](
             self.q,
             self.k,
             self.g,
@@ -488,6 +490,13 @@ class Call:
         return ("none", False) if self.gate is None else (self.gate.kind, self.gate.A_log.numel() > 0)
 
 
+def _ascend() -> ModuleType:
+    """The kernels that Ascend has of its own. They call some of those here."""
+    from kda_fn.primitives.kda.ascend import kernels
+
+    return kernels
+
+
 class _Chunks(NamedTuple):
     count: int
     table: Tensor | None
@@ -698,7 +707,7 @@ def _chunk_terms(
             _store(k_in_ptr + own * C * K + at, k * entering, K, C, K - at, C, BK)
             tl.store(decay_ptr + own * K + c, passed, mask=c < K)
 
-            # Row by row of blocks. Two blocks meet at the later one's start, where k gets through those between.
+            # Row by row of blocks. Two blocks meet at the later one's start: k gets there through those between.
             q = q.to(operand)
             k = k.to(operand)
             for n in tl.static_range(C // M):
@@ -735,7 +744,7 @@ def _chunk_terms(
         A = tl.where(i >= j, A * beta[None, :], 0.0)
         L = tl.where(i > j, L * beta[None, :], 0.0)
         _store(A_ptr + own * C * C, A, C, C, C, C, C)
-        _store(Y_ptr + own * C * C, _inverse(L, dtype != tl.float32, SHUFFLES, C, M), C, C, C, C, C)
+        _store(Y_ptr + own * C * C, _inverse(L, PRECISION, SHUFFLES, C, M), C, C, C, C, C)
 
 
 @triton.jit
@@ -878,7 +887,7 @@ def _so_far(flags, C: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit
-def _inverse(L, HALF: tl.constexpr, SHUFFLES: tl.constexpr, C: tl.constexpr, M: tl.constexpr):
+def _inverse(L, PRECISION: tl.constexpr, SHUFFLES: tl.constexpr, C: tl.constexpr, M: tl.constexpr):
     """(I + L)^-1 of a strictly lower triangular L [C C], by halves.
 
     That of [[P, 0], [Q, R]] is [[P^-1, 0], [-R^-1 Q P^-1, R^-1]].
@@ -891,11 +900,11 @@ def _inverse(L, HALF: tl.constexpr, SHUFFLES: tl.constexpr, C: tl.constexpr, M: 
         X = tl.where(i == j, 1.0, 0.0) - tl.where((i // 2 == j // 2), L, 0.0)
         for n in tl.static_range(1, 4):
             corner = tl.where((i // 2**n % 2 == 1) & (i // 2**n - 1 == j // 2**n), L, 0.0)
-            X -= _product(_product(X, corner, HALF), X, HALF)
+            X -= tl.dot(tl.dot(X + 0.0, corner, input_precision=PRECISION), X, input_precision=PRECISION)
     corner = tl.where((i // M % 2 == 1) & (i // M - 1 == j // M), L, 0.0)
-    X -= _product(_product(X, corner, HALF), X, HALF)
+    X -= tl.dot(tl.dot(X + 0.0, corner, input_precision=PRECISION), X, input_precision=PRECISION)
     corner = tl.where((i >= C // 2) & (j < C // 2), L, 0.0)
-    X -= _product(_product(X, corner, HALF), X, HALF)
+    X -= tl.dot(tl.dot(X + 0.0, corner, input_precision=PRECISION), X, input_precision=PRECISION)
     return X
 
 
@@ -915,21 +924,6 @@ def _inverse_of_blocks(L, C: tl.constexpr, M: tl.constexpr):
         X = tl.where(here, x_m[:, :, None], X)
     rows = tl.broadcast_to(tl.reshape(X, [C, M])[:, None, :], [C, C // M, M])
     return tl.reshape(tl.where(own, rows, 0.0), [C, C])
-
-
-@triton.jit
-def _product(a, b, HALF: tl.constexpr):
-    """a b of float32 matrices; beside half precision of 16 binary digits, for which bfloat16 products do."""
-    if HALF:
-        a_high = a.to(tl.bfloat16)
-        b_high = b.to(tl.bfloat16)
-        a_low = (a - a_high.to(tl.float32)).to(tl.bfloat16)
-        b_low = (b - b_high.to(tl.float32)).to(tl.bfloat16)
-        ab = tl.dot(a_high + 0.0, b_high) + tl.dot(a_high + 0.0, b_low) + tl.dot(a_low, b_high)
-    else:
-        # The device may overwrite a product's left operand: `+ 0.0` makes it one of its own.
-        ab = tl.dot(a + 0.0, b, input_precision="ieee")
-    return ab
 
 
 @triton.jit
@@ -1230,8 +1224,8 @@ def _chunk_gradients(
     """With a gate: d_q and d_k of the unit vectors, d_g and d_betas of the logits, and sums over the chunk.
 
     Every use of k_j that beta_j multiplies is a use of e_j: d_beta_j is k_j times the gradient of beta_j k_j.
-    A gate's gradient is a sum over the pairs of tokens around it: over all pairs that end there or later, less
-    those that begin there or later, plus what leaves the chunk.
+    A gate's gradient is a sum over the pairs of tokens around it: over all that end there or later, less those
+    that begin there or later, plus what leaves the chunk.
     """
     dtype = e_ptr.dtype.element_ty
     operand = dA_ptr.dtype.element_ty
