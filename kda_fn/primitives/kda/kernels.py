@@ -143,7 +143,7 @@ class Gate(NamedTuple):
 
 
 class Call:
-    """The tensors of a call, with one batch axis. With a gate, g and beta are logits, q and k not yet unit."""
+    """A call's tensors, with one batch axis. With a gate, g and beta are logits, q and k of any length."""
 
     def __init__(
         self,
@@ -430,7 +430,8 @@ class Call:
         tile = _targets.kda_gradients_tile(self.target, self.q.dtype, self.K, self.V)
         parts = triton.cdiv(self.K, tile.columns)
         d_betas = self.q.new_empty(*d_beta.shape, parts, dtype=torch.float32)
-        _chunk_gradients[self.target.cube_grid(self.B * self.HV * chunks.count * parts)](
+        kernel = _chunk_gradients if self.target is _targets.CUDA else _ascend().chunk_gradients
+        kernel[self.target.cube_grid(self.B * self.HV * chunks.count * parts)](
             self.q,
             self.k,
             self.g,
@@ -707,7 +708,7 @@ def _chunk_terms(
             _store(k_in_ptr + own * C * K + at, k * entering, K, C, K - at, C, BK)
             tl.store(decay_ptr + own * K + c, passed, mask=c < K)
 
-            # Row by row of blocks. Two blocks meet at the later one's start: k gets there through those between.
+            # Row by row of blocks. Two meet at the later one's start, where k gets through those between.
             q = q.to(operand)
             k = k.to(operand)
             for n in tl.static_range(C // M):
@@ -1224,7 +1225,7 @@ def _chunk_gradients(
     """With a gate: d_q and d_k of the unit vectors, d_g and d_betas of the logits, and sums over the chunk.
 
     Every use of k_j that beta_j multiplies is a use of e_j: d_beta_j is k_j times the gradient of beta_j k_j.
-    A gate's gradient is a sum over the pairs of tokens around it: over all that end there or later, less those
+    A gate's gradient is a sum over the pairs of tokens around it: over all that end there or later, less all
     that begin there or later, plus what leaves the chunk.
     """
     dtype = e_ptr.dtype.element_ty
