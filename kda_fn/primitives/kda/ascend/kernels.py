@@ -313,6 +313,7 @@ def chunk_gradients(
     d_states_ptr,
     dA_ptr,
     dP_ptr,
+    d_self_ptr,
     d_v_ptr,
     d_o_ptr,
     d_q_ptr,
@@ -392,11 +393,15 @@ def chunk_gradients(
             bias += hv * K
             rate = _rate(A_log_ptr + hv, HAS_RATE)
 
-        # What the chunk hands on of its first state, and of its writes.
-        ending = tl.zeros((BK,), dtype=tl.float32)
-        for x in range(0, V, M):
-            S = _rows(S_at + x, V, 0, 0, K - c0, V - x, BK, M)
-            ending += tl.sum(S * _rows(dS_at + x, V, 0, 0, K - c0, V - x, BK, M), 1)
+        # What the chunk hands on of its first state, and of its writes. A sum over a tile's last axis would be a
+        # column, and so, in memory, would be all that it meets.
+        share = tl.full((M, BV), 1.0 / M, dtype=tl.float32)
+        kept = tl.zeros((M, BK), dtype=tl.float32)
+        for f in range(0, V, BV):
+            S = _rows(S_at + f, V, 0, 0, K - c0, V - f, BK, BV)
+            S *= _rows(dS_at + f, V, 0, 0, K - c0, V - f, BK, BV)
+            kept += tl.dot(share + 0.0, tl.trans(S), input_precision="ieee")
+        ending = tl.sum(kept, 0)
         through = tl.full((BK,), 1.0, dtype=tl.float32)
         written = tl.zeros((BK,), dtype=tl.float32)
         for back in range(0, C // M):
@@ -405,11 +410,12 @@ def chunk_gradients(
             dp = _from_state(e_at, V, n * M, C, dS_at, K - c0, dtype, V, PRECISION, M, BK, BV)
             written += through * tl.sum(p * dp, 0)
             through *= d_n
-        dg_after = through * ending + written
+        # Tiles of equal rows: Ascend takes a row that a loop carries for one that is scattered over memory.
+        dg_after = tl.zeros((M, BK), dtype=tl.float32) + (through * ending + written)[None, :]
 
         d_bias = tl.zeros((BK,), dtype=tl.float32)
         d_rate = tl.zeros((BK,), dtype=tl.float32)
-        leaving = tl.full((BK,), 1.0, dtype=tl.float32)
+        leaving = tl.full((M, BK), 1.0, dtype=tl.float32)
         for back in range(0, C // M):
             n = C // M - 1 - back
             at = n * M
@@ -420,25 +426,25 @@ def chunk_gradients(
             beta = tl.load(rows + 2 * C + t)[:, None]
 
             # With the blocks before this one, from the nearest; then what enters the chunk.
-            entering = tl.full((BK,), 1.0, dtype=tl.float32)
+            entering = tl.full((M, BK), 1.0, dtype=tl.float32)
             dq = tl.zeros((M, BK), dtype=tl.float32)
             dk = tl.zeros((M, BK), dtype=tl.float32)
             for between in range(0, n):
                 m = n - 1 - between
                 p_m, d_m = _leaving(k_at, k_time, g_at, g_time, bias, rows, m * M, c0, left, rate, lower_bound, GATE, K, C, M, BK)
-                p_m *= entering[None, :]
+                p_m *= entering
                 dq += tl.dot(_pairs(dA_at, n, m, C, M), p_m, input_precision="ieee")
                 dk += tl.dot(_pairs(dP_at, n, m, C, M), p_m, input_precision="ieee")
-                entering *= d_m
-            dq += _from_state(d_o_at, d_o_time, at, left, S_at, K - c0, dtype, V, PRECISION, M, BK, BV) * entering[None, :]
-            dk -= _from_state(d_v_at, HV * V, at, left, S_at, K - c0, dtype, V, PRECISION, M, BK, BV) * entering[None, :]
+                entering *= d_m[None, :]
+            dq += _from_state(d_o_at, d_o_time, at, left, S_at, K - c0, dtype, V, PRECISION, M, BK, BV) * entering
+            dk -= _from_state(d_v_at, HV * V, at, left, S_at, K - c0, dtype, V, PRECISION, M, BK, BV) * entering
             from_start = tl.exp2(tl.cumsum(g, 0))
             dq *= from_start
             dk *= from_start
 
             # With the blocks after it; and what leaves the chunk.
-            dp = _from_state(e_at, V, at, C, dS_at, K - c0, dtype, V, PRECISION, M, BK, BV) * leaving[None, :]
-            until = tl.full((BK,), 1.0, dtype=tl.float32)
+            dp = _from_state(e_at, V, at, C, dS_at, K - c0, dtype, V, PRECISION, M, BK, BV) * leaving
+            until = tl.full((M, BK), 1.0, dtype=tl.float32)
             for m in range(n + 1, C // M):
                 g_m = _gates(g_at, g_time, bias, m * M, c0, left, rate, lower_bound, GATE, K, M, BK)
                 q_m = _rows(q_at, q_time, m * M, c0, left, K, M, BK) * tl.load(rows + m * M + row)[:, None]
@@ -446,10 +452,10 @@ def chunk_gradients(
                 from_m = tl.exp2(tl.cumsum(g_m, 0))
                 of_p = tl.dot(tl.trans(_pairs(dA_at, m, n, C, M)), q_m * from_m, input_precision="ieee")
                 of_p += tl.dot(tl.trans(_pairs(dP_at, m, n, C, M)), k_m * from_m, input_precision="ieee")
-                dp += of_p * until[None, :]
-                until *= tl.exp2(tl.sum(g_m, 0))
+                dp += of_p * until
+                until *= tl.exp2(tl.sum(g_m, 0))[None, :]
             dp *= _after(g_at, g_time, bias, at, c0, left, rate, lower_bound, GATE, K, M, BK)
-            leaving *= tl.exp2(tl.sum(g, 0))
+            leaving *= tl.exp2(tl.sum(g, 0))[None, :]
 
             # Its own pairs, column by column from the last.
             w = tl.exp2(g)
@@ -473,8 +479,12 @@ def chunk_gradients(
 
             dg = q * dq + k * dk - p * dp
             total = tl.sum(dg, 0)
-            dg = tl.cumsum(dg, 0, reverse=True) + dg_after[None, :]
-            dg_after += total
+            dg = tl.cumsum(dg, 0, reverse=True) + dg_after
+            dg_after += total[None, :]
+            # A token's own pair has no gate in it.
+            d_self = tl.load(d_self_ptr + own * C + t)[:, None]
+            dq += d_self * p
+            dp += d_self * q
             d_beta = tl.sum(k * dp, 1)
             dk += beta * dp
             _store_rows(d_q_ptr + place * K, scale * dq, HV * K, at, c0, left, K, M, BK)
