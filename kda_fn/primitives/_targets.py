@@ -174,6 +174,9 @@ def kda_terms_tile(target: Target, dtype: torch.dtype, K: int) -> Tile:
 def kda_gradients_tile(target: Target, dtype: torch.dtype, K: int, V: int) -> Tile:
     """A chunk's gradients: by parts of K, and within them by parts of V."""
     rows, columns = (max(16, _power_of_two(size)) for size in (V, K))
+    if target is not CUDA:
+        # Blocks of tokens by 64 channels: some forty tiles of 4 KiB.
+        return Tile(min(rows, 64), min(columns, 64), {})
     return Tile(min(rows, 64), min(columns, 32), _launch(target, warps=4), _single(target, dtype))
 
 
