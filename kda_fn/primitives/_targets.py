@@ -160,8 +160,9 @@ def kda_steps_tile(target: Target, K: int, V: int) -> Tile:
     """The recurrence: K by a part of V."""
     rows = _power_of_two(K)
     # CUDA: 32 elements of the state a thread. Ascend: 32 KiB of it, and one temporary as large.
-    elements = 4096 if target is CUDA else 8192
-    return Tile(rows, max(1, min(_power_of_two(V), elements // rows)), _launch(target, warps=4))
+    part, warps = (32, 4) if target is CUDA else (64, 4)
+    part = max(1, part * 128 // rows)
+    return Tile(rows, min(_power_of_two(V), part), _launch(target, warps=warps))
 
 
 def kda_terms_tile(target: Target, dtype: torch.dtype, K: int) -> Tile:
@@ -177,16 +178,18 @@ def kda_gradients_tile(target: Target, dtype: torch.dtype, K: int, V: int) -> Ti
     if target is not CUDA:
         # Blocks of tokens by 64 channels: some forty tiles of 4 KiB.
         return Tile(min(rows, 64), min(columns, 64), {})
-    return Tile(min(rows, 64), min(columns, 32), _launch(target, warps=4), _single(target, dtype))
+    # CUDA: a state's part is read at once, in float32 by half.
+    part = min(rows, 64 if dtype == torch.float32 else 128)
+    return Tile(part, min(columns, 32), _launch(target, warps=4), _single(target, dtype))
 
 
 def kda_scan_tile(target: Target, dtype: torch.dtype, K: int, V: int) -> Tile:
     """The scan over chunks: K by a part of V."""
     rows, columns = (max(16, _power_of_two(size)) for size in (K, V))
     # CUDA: parts of 32 columns make 128 programs of 32 heads, for some 130 processors. At K = 128 a chunk's
-    # matrices are 72 KiB of shared memory in half precision, 144 KiB in float32: two sets of the one, to load
-    # ahead, or one of the other.
-    stages = 1 if dtype == torch.float32 else 2
+    # matrices are 68 KiB of shared memory in half precision, 136 KiB in float32: three sets of the one, of
+    # which two are loaded ahead, or one of the other.
+    stages = 1 if dtype == torch.float32 else 3
     part = min(columns, 32 if target is CUDA else 64)
     return Tile(rows, part, _launch(target, warps=4, stages=stages), _precision(target, dtype))
 
@@ -201,7 +204,7 @@ def _precision(target: Target, dtype: torch.dtype) -> str:
 
 
 def _single(target: Target, dtype: torch.dtype) -> str:
-    # One has three binary digits more than bfloat16.
+    # One has three binary digits more than bfloat16, to which its matrices were rounded or will be.
     return "tf32" if target is CUDA and dtype != torch.float32 else "ieee"
 
 

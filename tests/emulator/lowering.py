@@ -119,7 +119,9 @@ def with_scans(ir: str) -> str:
 
     ir = re.sub(r" *func\.func private @triton_cum(?:sum|prod)_\d+\(.*\n", "", ir)
     ir = re.sub(
-        r"call @triton_(cumsum|cumprod)_\d+\((%\w+), (%\w+), (%\w+)\) : \(tensor<(\w+)>, i32, i1\)", call, ir
+        r"call @triton_(cumsum|cumprod)_\d+\((%[\w#]+), (%\w+), (%\w+)\) : \(tensor<(\w+)>, i32, i1\)",
+        call,
+        ir,
     )
     end = ir.rindex("}")
     return ir[:end] + "".join(bodies.values()) + ir[end:]

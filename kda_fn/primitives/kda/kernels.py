@@ -379,10 +379,13 @@ class Call:
         )
         return d_states
 
-    def _pairs_back(self, chunks: _Chunks, e: Tensor, d_v: Tensor, d_o: Tensor) -> tuple[Tensor, Tensor]:
-        """The cotangents of each chunk's pairs of tokens, those of A and of P, before beta."""
+    def _pairs_back(
+        self, chunks: _Chunks, e: Tensor, d_v: Tensor, d_o: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The cotangents of each chunk's pairs of tokens, of A and P before beta, and of A's diagonal."""
         dtype = torch.bfloat16 if self.q.dtype == torch.bfloat16 else torch.float32
         dA, dP = (self.q.new_empty(*e.shape[:-1], C, dtype=dtype) for _ in range(2))
+        d_self = self.q.new_empty(e.shape[:-1], dtype=torch.float32)
         tile = _targets.kda_gradients_tile(self.target, self.q.dtype, self.K, self.V)
         _chunk_pairs_back[self.target.cube_grid(self.B * self.HV * chunks.count)](
             e,
@@ -390,6 +393,7 @@ class Call:
             d_o,
             dA,
             dP,
+            d_self,
             chunks.table,
             self.B,
             self.T,
@@ -403,7 +407,7 @@ class Call:
             tile.rows,
             **tile.launch,
         )
-        return dA, dP
+        return dA, dP, d_self
 
     def _gradients(
         self,
@@ -414,6 +418,7 @@ class Call:
         d_states: Tensor,
         dA: Tensor,
         dP: Tensor,
+        d_self: Tensor,
         d_v: Tensor,
         d_o: Tensor,
         d_q: Tensor,
@@ -442,6 +447,7 @@ class Call:
             d_states,
             dA,
             dP,
+            d_self,
             d_v,
             d_o,
             d_q,
@@ -1128,6 +1134,7 @@ def _chunk_pairs_back(
     d_o_ptr,
     dA_ptr,
     dP_ptr,
+    d_self_ptr,
     table_ptr,
     B,
     T,
@@ -1163,7 +1170,8 @@ def _chunk_pairs_back(
             dA += tl.dot(d_o, e, input_precision=PRECISION)
             d_v = _load(d_v_at + at, HV * V, left, V - at, C, BV).to(dtype)
             dP -= tl.dot(d_v, e, input_precision=PRECISION)
-        _store(dA_ptr + own * C * C, tl.where(i >= j, dA, 0.0), C, C, C, C, C)
+        _store(dA_ptr + own * C * C, tl.where(i > j, dA, 0.0), C, C, C, C, C)
+        tl.store(d_self_ptr + own * C + tl.arange(0, C), tl.sum(tl.where(i == j, dA, 0.0), 1))
         _store(dP_ptr + own * C * C, tl.where(i > j, dP, 0.0), C, C, C, C, C)
 
 
@@ -1180,6 +1188,7 @@ def _chunk_gradients(
     d_states_ptr,
     dA_ptr,
     dP_ptr,
+    d_self_ptr,
     d_v_ptr,
     d_o_ptr,
     d_q_ptr,
@@ -1334,6 +1343,10 @@ def _chunk_gradients(
                 farther = decay * _row_of_block(tl.exp2(g), m, SHUFFLES, C, M, BK)
                 decay = tl.where(i % M >= m, farther, decay)
 
+        # A token's own pair has no gate in it: kept out of dg, of which it would be a large part that cancels.
+        d_self = tl.load(d_self_ptr + own * C + t)[:, None]
+        dq += d_self * k * beta
+        dp += d_self * q
         d_beta = tl.sum(k * dp, 1)
         dp *= beta
         dg = _sums_from(dg, SHUFFLES, C) + ending[None, :]

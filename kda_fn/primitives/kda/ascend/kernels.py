@@ -1,8 +1,8 @@
-"""KDA's terms and gradients as Ascend compiles them: the same arguments and results as in `kda/kernels.py`.
+"""KDA's terms and gradients as Ascend compiles them: arguments and results are those of `kda/kernels.py`.
 
-A tile is a block of M tokens by channels, for a whole chunk's do not fit there. Pairs of tokens of one block take
-products of decays, whatever the gates; two blocks meet at the later one's start, and every exponent is a sum of
-gates over its own range.
+A tile is a block of M tokens by channels, for a whole chunk's do not fit there. Pairs of tokens of one block
+take products of decays, whatever the gates; two blocks meet at the later one's start, and every exponent is a
+sum of gates over its own range.
 """
 
 from __future__ import annotations
@@ -98,13 +98,15 @@ def chunk_terms(
         # Row by row of blocks. Two blocks meet at the later one's start: p goes there through those between.
         # fmt: off
         d = tl.full((BK,), 1.0, dtype=tl.float32)
-        _q, _k, p0, d_i, X00 = _block(q, q_time, k, k_time, g, g_time, beta, beta_time, bias, rows, q_in, k_in, A,
-                                      0, left, d, scale, eps, rate, lower_bound, most_beta, K, KEEP, GATE, C, M, BK)
+        _q, _k, p0, d_i, X00 = _block(q, q_time, k, k_time, g, g_time, beta, beta_time, bias, rows,
+                                      q_in, k_in, A, 0, left, d, scale, eps, rate, lower_bound,
+                                      most_beta, K, KEEP, GATE, C, M, BK)
         _store(Y, X00, C, M, M, M, M)
         d *= d_i
 
-        q1, k1, p1, d_i, X11 = _block(q, q_time, k, k_time, g, g_time, beta, beta_time, bias, rows, q_in, k_in, A,
-                                      M, left, d, scale, eps, rate, lower_bound, most_beta, K, KEEP, GATE, C, M, BK)
+        q1, k1, p1, d_i, X11 = _block(q, q_time, k, k_time, g, g_time, beta, beta_time, bias, rows,
+                                      q_in, k_in, A, M, left, d, scale, eps, rate, lower_bound,
+                                      most_beta, K, KEEP, GATE, C, M, BK)
         L10 = _corner(q1, k1, p0, A + M * C, PRECISION, C, M)
         X10 = -_product(X11, _product(L10, X00, PRECISION), PRECISION)
         _store(Y + M * C, X10, C, M, M, M, M)
@@ -112,8 +114,9 @@ def chunk_terms(
         p0 *= d_i[None, :]
         d *= d_i
 
-        q2, k2, p2, d_i, X22 = _block(q, q_time, k, k_time, g, g_time, beta, beta_time, bias, rows, q_in, k_in, A,
-                                      2 * M, left, d, scale, eps, rate, lower_bound, most_beta, K, KEEP, GATE, C, M, BK)
+        q2, k2, p2, d_i, X22 = _block(q, q_time, k, k_time, g, g_time, beta, beta_time, bias, rows,
+                                      q_in, k_in, A, 2 * M, left, d, scale, eps, rate, lower_bound,
+                                      most_beta, K, KEEP, GATE, C, M, BK)
         L20 = _corner(q2, k2, p0, A + 2 * M * C, PRECISION, C, M)
         L21 = _corner(q2, k2, p1, A + 2 * M * C + M, PRECISION, C, M)
         X20 = -_product(X22, _product(L20, X00, PRECISION) + _product(L21, X10, PRECISION), PRECISION)
@@ -125,8 +128,9 @@ def chunk_terms(
         p1 *= d_i[None, :]
         d *= d_i
 
-        q3, k3, p3, d_i, X33 = _block(q, q_time, k, k_time, g, g_time, beta, beta_time, bias, rows, q_in, k_in, A,
-                                      3 * M, left, d, scale, eps, rate, lower_bound, most_beta, K, KEEP, GATE, C, M, BK)
+        q3, k3, p3, d_i, X33 = _block(q, q_time, k, k_time, g, g_time, beta, beta_time, bias, rows,
+                                      q_in, k_in, A, 3 * M, left, d, scale, eps, rate, lower_bound,
+                                      most_beta, K, KEEP, GATE, C, M, BK)
         L30 = _corner(q3, k3, p0, A + 3 * M * C, PRECISION, C, M)
         L31 = _corner(q3, k3, p1, A + 3 * M * C + M, PRECISION, C, M)
         L32 = _corner(q3, k3, p2, A + 3 * M * C + 2 * M, PRECISION, C, M)
@@ -240,7 +244,8 @@ def _rows(at, stride, first, c0, left, K, M: tl.constexpr, BK: tl.constexpr):
     c = tl.arange(0, BK)
     # A mask is a bound on each index, or Ascend reads all of the tile.
     mask = (r < left - first)[:, None] & (c < K - c0)[None, :]
-    return tl.load(at + (first + r)[:, None] * stride + (c0 + c)[None, :], mask=mask, other=0.0).to(tl.float32)
+    place = at + (first + r)[:, None] * stride + (c0 + c)[None, :]
+    return tl.load(place, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -358,8 +363,8 @@ def chunk_gradients(
 ):
     """With a gate: d_q and d_k of the unit vectors, d_g and d_betas of the logits, and sums over the chunk.
 
-    A gate's gradient is a sum over the pairs of tokens around it, those that come from it or after it less those
-    that go there and back, plus what leaves the chunk: it adds up from the last block to the first.
+    A gate's gradient is a sum over the pairs of tokens around it: over all that come from it or after it, less
+    those that go there and back, plus what leaves the chunk. It adds up from the last block to the first.
     """
     dtype = e_ptr.dtype.element_ty
     row = tl.arange(0, M)
@@ -406,7 +411,9 @@ def chunk_gradients(
         written = tl.zeros((BK,), dtype=tl.float32)
         for back in range(0, C // M):
             n = C // M - 1 - back
-            p, d_n = _leaving(k_at, k_time, g_at, g_time, bias, rows, n * M, c0, left, rate, lower_bound, GATE, K, C, M, BK)
+            p, d_n = _leaving(
+                k_at, k_time, g_at, g_time, bias, rows, n * M, c0, left, rate, lower_bound, GATE, K, C, M, BK
+            )
             dp = _from_state(e_at, V, n * M, C, dS_at, K - c0, dtype, V, PRECISION, M, BK, BV)
             written += through * tl.sum(p * dp, 0)
             through *= d_n
@@ -431,13 +438,35 @@ def chunk_gradients(
             dk = tl.zeros((M, BK), dtype=tl.float32)
             for between in range(0, n):
                 m = n - 1 - between
-                p_m, d_m = _leaving(k_at, k_time, g_at, g_time, bias, rows, m * M, c0, left, rate, lower_bound, GATE, K, C, M, BK)
+                p_m, d_m = _leaving(
+                    k_at,
+                    k_time,
+                    g_at,
+                    g_time,
+                    bias,
+                    rows,
+                    m * M,
+                    c0,
+                    left,
+                    rate,
+                    lower_bound,
+                    GATE,
+                    K,
+                    C,
+                    M,
+                    BK,
+                )
                 p_m *= entering
                 dq += tl.dot(_pairs(dA_at, n, m, C, M), p_m, input_precision="ieee")
                 dk += tl.dot(_pairs(dP_at, n, m, C, M), p_m, input_precision="ieee")
                 entering *= d_m[None, :]
-            dq += _from_state(d_o_at, d_o_time, at, left, S_at, K - c0, dtype, V, PRECISION, M, BK, BV) * entering
-            dk -= _from_state(d_v_at, HV * V, at, left, S_at, K - c0, dtype, V, PRECISION, M, BK, BV) * entering
+            dq += (
+                _from_state(d_o_at, d_o_time, at, left, S_at, K - c0, dtype, V, PRECISION, M, BK, BV)
+                * entering
+            )
+            dk -= (
+                _from_state(d_v_at, HV * V, at, left, S_at, K - c0, dtype, V, PRECISION, M, BK, BV) * entering
+            )
             from_start = tl.exp2(tl.cumsum(g, 0))
             dq *= from_start
             dk *= from_start
@@ -448,7 +477,9 @@ def chunk_gradients(
             for m in range(n + 1, C // M):
                 g_m = _gates(g_at, g_time, bias, m * M, c0, left, rate, lower_bound, GATE, K, M, BK)
                 q_m = _rows(q_at, q_time, m * M, c0, left, K, M, BK) * tl.load(rows + m * M + row)[:, None]
-                k_m = _rows(k_at, k_time, m * M, c0, left, K, M, BK) * tl.load(rows + C + m * M + row)[:, None]
+                k_m = (
+                    _rows(k_at, k_time, m * M, c0, left, K, M, BK) * tl.load(rows + C + m * M + row)[:, None]
+                )
                 from_m = tl.exp2(tl.cumsum(g_m, 0))
                 of_p = tl.dot(tl.trans(_pairs(dA_at, m, n, C, M)), q_m * from_m, input_precision="ieee")
                 of_p += tl.dot(tl.trans(_pairs(dP_at, m, n, C, M)), k_m * from_m, input_precision="ieee")
@@ -478,6 +509,10 @@ def chunk_gradients(
                 decay = tl.where((row >= j)[:, None], decay * w_j[None, :], decay)
 
             dg = q * dq + k * dk - p * dp
+            # A token's own pair has no gate in it.
+            d_self = tl.load(d_self_ptr + own * C + t)[:, None]
+            dq += d_self * p
+            dp += d_self * q
             total = tl.sum(dg, 0)
             dg = tl.cumsum(dg, 0, reverse=True) + dg_after
             dg_after += total[None, :]
@@ -526,7 +561,7 @@ def _after(
     M: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """The decays of a block's rows to its end: from the rows one later, as a difference of sums would lose digits."""
+    """The decays of a block's rows to its end, of the gates one later: a difference of sums would lose digits."""
     end = tl.minimum(left, first + M)
     g = _gates(g_at, g_time, bias_at, first + 1, c0, end, rate, lower_bound, GATE, K, M, BK)
     return tl.exp2(tl.cumsum(g, 0, reverse=True))
