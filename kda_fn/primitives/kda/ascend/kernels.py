@@ -509,10 +509,6 @@ def chunk_gradients(
                 decay = tl.where((row >= j)[:, None], decay * w_j[None, :], decay)
 
             dg = q * dq + k * dk - p * dp
-            # A token's own pair has no gate in it.
-            d_self = tl.load(d_self_ptr + own * C + t)[:, None]
-            dq += d_self * p
-            dp += d_self * q
             total = tl.sum(dg, 0)
             dg = tl.cumsum(dg, 0, reverse=True) + dg_after
             dg_after += total[None, :]
