@@ -363,7 +363,7 @@ def chunk_gradients(
 ):
     """With a gate: d_q and d_k of the unit vectors, d_g and d_betas of the logits, and sums over the chunk.
 
-    A gate's gradient is a sum over the pairs of tokens around it: over all that come from it or after it, less
+    A gate's gradient is a sum over the pairs of tokens around it: all that come from it or after it, less
     those that go there and back, plus what leaves the chunk. It adds up from the last block to the first.
     """
     dtype = e_ptr.dtype.element_ty
@@ -398,8 +398,8 @@ def chunk_gradients(
             bias += hv * K
             rate = _rate(A_log_ptr + hv, HAS_RATE)
 
-        # What the chunk hands on of its first state, and of its writes. A sum over a tile's last axis would be a
-        # column, and so, in memory, would be all that it meets.
+        # What the chunk hands on of its first state, and of its writes. The sum is a product: a sum over a tile's
+        # last axis lies in memory as a column, and so would all that it meets.
         share = tl.full((M, BV), 1.0 / M, dtype=tl.float32)
         kept = tl.zeros((M, BK), dtype=tl.float32)
         for f in range(0, V, BV):
@@ -557,7 +557,7 @@ def _after(
     M: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """The decays of a block's rows to its end, of the gates one later: a difference of sums would lose digits."""
+    """The decays of a block's rows to its end, of gates one later: a difference of sums loses digits."""
     end = tl.minimum(left, first + M)
     g = _gates(g_at, g_time, bias_at, first + 1, c0, end, rate, lower_bound, GATE, K, M, BK)
     return tl.exp2(tl.cumsum(g, 0, reverse=True))
