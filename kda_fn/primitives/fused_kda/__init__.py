@@ -115,7 +115,8 @@ def fused_kda(
 ) -> tuple[Float[Tensor, "*S HV K V"], Float[Tensor, "*B T HV V"]]:
     """KDA of queries, keys and logits as a layer's projections give them.
 
-        S, o = kda(S, l2_norm(q), l2_norm(k), v, kda_gate(raw, A_log, dt_bias), sigmoid(beta))
+        g = kda_gate(raw, A_log, dt_bias)
+        S, o = kda(S, l2_norm(q), l2_norm(k), v, g, sigmoid(beta))
 
     Parameters
     ----------

@@ -2,15 +2,17 @@
 
 KDA's kernels make unit vectors, gates and beta of what they read (`Gate`). Their backward gives the gradients
 of the unit vectors, which the l2 normalisation's takes further, one launch for q and one for k; and those of
-A_log and dt_bias by channel and chunk, which are summed here.
+A_log and dt_bias by channel and chunk, which are summed over the chunks, and A_log's then over its channels.
 """
 
 from __future__ import annotations
 
 from math import prod
 
+import torch
+
 from kda_fn.primitives.kda.kernels import Call, Gate
-from kda_fn.primitives.kernels import readable
+from kda_fn.primitives.kernels import readable, sum_of_parts
 from kda_fn.primitives.l2_norm.kernels import launch_l2_norm_backward
 from kda_fn.types import Tensor
 
@@ -62,6 +64,10 @@ def launch_fused_kda_backward(
     cu_seqlens: tuple[int, ...] | None,
     rows: int,
 ) -> None:
+    if not (d_final_state.numel() or d_o.numel()):
+        for gradient in gradients:
+            gradient.zero_()
+        return
     *d_inputs, d_A_log, d_dt_bias = gradients
     gate = _gate(A_log, dt_bias, lower_bound, allow_neg_eigval, eps)
     call = Call(initial_state, q, k, v, raw, beta, scale, cu_seqlens, gate)
@@ -70,15 +76,14 @@ def launch_fused_kda_backward(
     # once more for it, and need no memory of their own.
     for x, dx in ((q, d_inputs[1]), (k, d_inputs[2])):
         launch_l2_norm_backward((dx,), dx, x, eps=eps, rows=rows)
-    if sums is None:
-        d_A_log.zero_()
-        d_dt_bias.zero_()
-        return
-    groups = prod(q.shape[:rows])
-    of_rate, of_bias = (x.unflatten(0, (groups, -1)) for x in sums)
-    d_dt_bias.copy_(of_bias.sum((1, 3)).view(d_dt_bias.shape))
-    if d_A_log.numel():
-        d_A_log.copy_(of_rate.sum((1, 3, 4)).view(d_A_log.shape))
+    assert sums is not None
+    HV, K = raw.shape[-2:]
+    parts = torch.stack([x.movedim(1, 2) for x in sums], 2)
+    total = sum_of_parts(parts.view(prod(q.shape[:rows]), -1, 2 * HV * K))
+    of_rate, of_bias = total.unflatten(-1, (2, HV, K)).unbind(1)
+    d_dt_bias.copy_(of_bias.reshape(d_dt_bias.shape))
+    if len(A_log):
+        d_A_log.copy_(sum_of_parts(of_rate.mT.contiguous()).view(d_A_log.shape))
 
 
 def _gate(
