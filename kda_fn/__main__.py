@@ -73,8 +73,10 @@ def sample_calls(device: str) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]
         return wide(*shape).to(layer_dtype(device))
 
     state, heads, head_step = wide(B, H, K, K), x(B, T, H, K), x(B, H, K)
+    layer = (state, heads, heads, heads, heads, x(B, T, H), wide(H), wide(H * K))
     return {
         "causal_conv1d": ((x(B, W - 1, P), x(B, T, P), wide(P, W)), {}),
+        "fused_kda": (layer, {}),
         "gated_rms_norm": ((heads, heads, x(K)), {"eps": 1e-5}),
         "kda": ((state, heads, heads, heads, wide(B, T, H, K), wide(B, T, H)), {}),
         "kda_gate": ((heads, wide(H), wide(H * K)), {}),

@@ -358,7 +358,7 @@ def ragged_equals_one_by_one(subject: Subject, impl: Impl) -> None:
         one = at_times(subject, packed, cu_seqlens[n], cu_seqlens[n + 1])
         alone = subject.call({**one, **{name: packed[name][:, n] for name in subject.states}}, impl)
         states = [state[:, n] for state in outputs[: len(subject.states)]]
-        y = outputs[-1].narrow(-3 if subject.name == KDA.name else -2, cu_seqlens[n], length)
+        y = outputs[-1].narrow(subject.y_time, cu_seqlens[n], length)
         if subject.is_layer:
             assert_close((*states, y), alone, EXACT[impl])
         else:

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 import kda_fn
 from kda_fn import KDAConfig, KDAState
+from kda_fn.primitives.fused_kda import fused_kda
 from kda_fn.types import Impl
 
 PURE: tuple[Impl, ...] = ("reference", "fallback")
@@ -160,6 +161,58 @@ KDA = Subject(
     sizes={"H": 2, "HV": 4, "K": 5, "V": 3},
 )
 KDA_STEP = replace(KDA, name="kda_step", make=_make_step, run=_call_step, time={}, y_time=0, packs=False)
+
+
+# fused_kda
+
+
+def _make_fused(
+    generator: torch.Generator, sizes: Sizes, batch: tuple[int, ...], T: int, N: int | None
+) -> Inputs:
+    """As `_make_kda`, before the gates."""
+    H, HV, K, V = (sizes[letter] for letter in ("H", "HV", "K", "V"))
+    rows = batch if N is None else (*batch, N)
+    return {
+        "initial_state": rand(generator, *rows, HV, K, V),
+        "q": rand(generator, *batch, T, H, K),
+        "k": rand(generator, *batch, T, H, K),
+        "v": rand(generator, *batch, T, HV, V),
+        "raw": 2 * rand(generator, *batch, T, HV, K),
+        "beta": rand(generator, *batch, T, HV),
+        "A_log": 0.5 * rand(generator, HV),
+        "dt_bias": 0.5 * rand(generator, HV * K) - 1,
+    }
+
+
+def _fused(lower_bound: float | None, allow_neg_eigval: bool) -> Callable[..., tuple[Tensor, ...]]:
+    options: dict[str, Any] = {"lower_bound": lower_bound, "allow_neg_eigval": allow_neg_eigval}
+
+    def call(inputs: Inputs, impl: Impl | None, cu_seqlens: Any = None, **kwargs: Any) -> tuple[Tensor, ...]:
+        if impl is None:
+            return oracles.fused_kda(*inputs.values(), cu_seqlens=cu_seqlens, **options)
+        return fused_kda(*inputs.values(), cu_seqlens=cu_seqlens, impl=impl, **options, **kwargs)
+
+    return call
+
+
+FUSED_KDA = Subject(
+    "fused_kda softplus",
+    _make_fused,
+    _fused(None, allow_neg_eigval=False),
+    time={"q": -3, "k": -3, "v": -3, "raw": -3, "beta": -2},
+    y_time=-3,
+    states=("initial_state",),
+    shared=("A_log", "dt_bias"),
+    keep_wide=("initial_state", "A_log", "dt_bias"),
+    packs=True,
+    sizes={"H": 2, "HV": 2, "K": 5, "V": 3},
+)
+FUSED_KDA_BOUNDED = replace(
+    FUSED_KDA,
+    name="fused_kda bounded, HV > H, reflections",
+    run=_fused(-5.0, allow_neg_eigval=True),
+    sizes={"H": 1, "HV": 2, "K": 5, "V": 3},
+)
 
 
 # causal_conv1d
@@ -356,6 +409,8 @@ BOUNDED_LAYER = _layer_subject(
 SUBJECTS = (
     KDA,
     KDA_STEP,
+    FUSED_KDA,
+    FUSED_KDA_BOUNDED,
     CONV,
     CONV_BIAS,
     SOFTPLUS_GATE,

@@ -36,6 +36,7 @@ from kda_fn import (
     residual_gated_rms_norm,
     swiglu,
 )
+from kda_fn.primitives.fused_kda import fused_kda
 
 # Valid calls. All sizes differ, so that no letter passes for another.
 
@@ -81,6 +82,15 @@ KDA = {
     "g": "*B T HV K",
     "beta": "*B T HV",
 }
+FUSED = {
+    "q": "*B T H K",
+    "k": "*B T H K",
+    "v": "*B T HV V",
+    "raw": "*B T HV K",
+    "beta": "*B T HV",
+    "A_log": "HV",
+    "dt_bias": "HV*K",
+}
 PACKED = {"cu_seqlens": (0, 2, 2, 5)}
 
 
@@ -124,6 +134,8 @@ CALLS = {
         beta_t="*B HV",
         state="*B HV K V",
     ),
+    "fused_kda": primitive(fused_kda, {}, **FUSED, initial_state="*B HV K V"),
+    "fused_kda packed": primitive(fused_kda, PACKED, **FUSED, initial_state="*B N HV K V"),
     "causal_conv1d": primitive(causal_conv1d, {}, x="*B T P", weight="P W", bias="P", conv_state="*B W-1 P"),
     "causal_conv1d packed": primitive(
         causal_conv1d, PACKED, x="*B T P", weight="P W", bias="P", conv_state="*B N W-1 P"
@@ -460,6 +472,14 @@ HEADS = {
     "beta": lambda x: x[..., :3],
     "initial_state": lambda x: x[..., :3, :, :],
 }
+FUSED_HEADS = {
+    "v": HEADS["v"],
+    "raw": HEADS["g"],
+    "beta": HEADS["beta"],
+    "A_log": lambda x: x[:3],
+    "dt_bias": lambda x: x[: 3 * K],
+    "initial_state": HEADS["initial_state"],
+}
 STEP_HEADS = {
     "v_t": HEADS["v"],
     "g_t": HEADS["g"],
@@ -478,6 +498,7 @@ OF_PRIMITIVES = [
         )
         for name in "qkv"
     ),
+    Wrong("fused_kda", {"k": half}, TypeError, ["fused_kda: dtypes must agree", "k torch.bfloat16"]),
     Wrong("kda_step", {"k_t": half}, TypeError, ["kda_step: dtypes must agree", "k_t torch.bfloat16"]),
     Wrong(
         "causal_conv1d",
@@ -498,9 +519,14 @@ OF_PRIMITIVES = [
         Wrong("kda", change, TypeError, ["initial_state must be float64 beside float64", "torch.float32"])
         for change in ({"q": double, "k": double, "v": double}, {"g": double}, {"beta": double})
     ),
+    *(
+        Wrong("fused_kda", change, TypeError, ["fused_kda: initial_state must be float64 beside float64"])
+        for change in ({"raw": double}, {"beta": double}, {"dt_bias": double})
+    ),
     Wrong("kda_step", {"g_t": double}, TypeError, ["state must be float64 beside float64", "torch.float32"]),
     # Heads.
     Wrong("kda", HEADS, ValueError, ["kda: ", "multiple", "HV=3", "H=2"]),
+    Wrong("fused_kda", FUSED_HEADS, ValueError, ["fused_kda: ", "multiple", "HV=3", "H=2"]),
     Wrong("kda_step", STEP_HEADS, ValueError, ["kda_step: ", "multiple", "HV=3", "H=2"]),
     Wrong(
         "kda",
@@ -521,6 +547,7 @@ OF_PRIMITIVES = [
     Wrong("kda packed", {"cu_seqlens": None}, ValueError, ["initial_state", r"expected \[\*B HV K V\]"]),
     Wrong("causal_conv1d", PACKED, ValueError, ["conv_state", r"expected \[\*B N W-1 P\]"]),
     *offsets("kda packed", "kda", "initial_state"),
+    *offsets("fused_kda packed", "fused_kda", "initial_state"),
     *offsets("causal_conv1d packed", "causal_conv1d", "conv_state"),
     # Choices and numbers.
     *(
@@ -546,16 +573,36 @@ OF_PRIMITIVES = [
         for call in ("gated_rms_norm", "residual_gated_rms_norm")
         for given in ("gelu", None)
     ),
-    *bounds("kda", "kda_gate"),
-    *numbers("scale", "kda", "kda_step"),
-    *numbers("eps", "l2_norm", "gated_rms_norm", "residual_gated_rms_norm"),
+    Wrong(
+        "fused_kda", {"chunk_size": 48}, ValueError, ["fused_kda: chunk_size must be a power of two", "48"]
+    ),
+    *(
+        Wrong(
+            "fused_kda",
+            {"allow_neg_eigval": given},
+            ValueError,
+            ["allow_neg_eigval must be one of", "True, False", repr(given)],
+        )
+        for given in ("yes", None)
+    ),
+    *bounds("kda", "fused_kda", "kda_gate"),
+    *numbers("scale", "kda", "kda_step", "fused_kda"),
+    *numbers("eps", "l2_norm", "fused_kda", "gated_rms_norm", "residual_gated_rms_norm"),
     *impls(
-        "kda", "kda_step", "causal_conv1d", "kda_gate", "gated_rms_norm", "residual_gated_rms_norm", "l2_norm"
+        "kda",
+        "kda_step",
+        "fused_kda",
+        "causal_conv1d",
+        "kda_gate",
+        "gated_rms_norm",
+        "residual_gated_rms_norm",
+        "l2_norm",
     ),
     # The factor of 1 is the bounded gate's alone.
     Wrong(
         "kda_gate", {"A_log": lambda x: x[:0]}, ValueError, [r"A_log has shape \(0,\)", r"\[HV\] = \(4,\)$"]
     ),
+    Wrong("fused_kda", {"A_log": lambda x: x[:0]}, ValueError, [r"fused_kda: A_log has shape \(0,\)"]),
     Wrong(
         "kda_gate bounded",
         {"A_log": lambda x: x[:1]},
@@ -969,6 +1016,8 @@ ALIKE = [
     ("kda packed", {"cu_seqlens": (0, 2, 2, 4)}, ValueError),
     ("kda packed", {"cu_seqlens": (0, 5)}, ValueError),
     ("kda_step", {"g_t": longer(-1)}, ValueError),
+    ("fused_kda", {"raw": longer(-1)}, ValueError),
+    ("fused_kda", {"A_log": longer(0)}, ValueError),
     ("causal_conv1d", {"weight": longer(0)}, ValueError),
     ("causal_conv1d", {"conv_state": half}, TypeError),
     ("kda_gate", {"dt_bias": longer(0)}, ValueError),
@@ -1072,9 +1121,10 @@ def test_offsets_are_not_mapped(call: str) -> None:
 
 
 def test_the_table_is_complete() -> None:
-    """Every public function that takes tensors is in it."""
+    """Every public function that takes tensors is in it, and what the layer alone calls."""
     functions = {name for name in kda_fn.__all__ if not isinstance(getattr(kda_fn, name), type)}
     elsewhere = {"explain", "scan", "pack", "pad", "lengths_of", "cu_seqlens_of"}
     inits = {name for name in functions if name.startswith("init_")}
     assert inits == set(INITS)
-    assert {call.function.__name__ for call in CALLS.values()} == functions - elsewhere - inits
+    expected = functions - elsewhere - inits | {"fused_kda"}
+    assert {call.function.__name__ for call in CALLS.values()} == expected

@@ -94,11 +94,17 @@ def test_the_order_is_that_of_the_tree() -> None:
 
 @pytest.mark.parametrize("name", [name for name in MODULES if primitive_of(name)])
 def test_primitives_keep_to_themselves(name: str) -> None:
-    """A primitive may call another's public function, not look into its modules."""
+    """A primitive may call another's public function, not look into its modules.
+
+    Save fused_kda, which is others put together: each of its modules is made of theirs of the same kind, its
+    fallback of definitions too where these are fast.
+    """
     for target, _ in imports(name):
-        other = primitive_of(target)
-        if other not in (None, primitive_of(name)):
-            assert target == f"kda_fn.primitives.{other}", f"{name} imports {target}"
+        other, kind = primitive_of(target), target.rpartition(".")[2]
+        if other not in (None, primitive_of(name), kind):
+            own = name.rpartition(".")[2]
+            assert name.startswith("kda_fn.primitives.fused_kda."), f"{name} imports {target}"
+            assert kind == own or (own, kind) == ("fallback", "reference"), f"{name} imports {target}"
 
 
 OWN_PLACE = {
@@ -250,12 +256,12 @@ def test_every_public_name_is_documented(name: str) -> None:
 
 
 def test_there_are_primitives() -> None:
-    """Every function that is public from kda_fn.primitives is registered."""
+    """Every function that is public from kda_fn.primitives is registered, and the layer's own."""
     assert len(PRIMITIVES) >= 7
     defined = {
         name for name in kda_fn.__all__ if getattr(kda_fn, name).__module__.startswith("kda_fn.primitives.")
     }
-    assert {function.__name__ for function in PRIMITIVES} == defined - {"explain"}
+    assert {function.__name__ for function in PRIMITIVES} == defined - {"explain"} | {"fused_kda"}
 
 
 @pytest.mark.parametrize("function", PRIMITIVES, ids=lambda function: function.__name__)
@@ -318,12 +324,15 @@ def test_modules_share_the_signature(function: Any, module: str, found: Any) -> 
 
 def test_the_state_comes_first() -> None:
     """Stateful functions take the state first and return it first: lax.scan's order."""
-    for name, first in {
+    states = {
         "kda": "initial_state",
         "kda_step": "state",
+        "fused_kda": "initial_state",
         "causal_conv1d": "conv_state",
-    }.items():
-        assert next(iter(inspect.signature(getattr(kda_fn, name)).parameters)) == first
+    }
+    for function in PRIMITIVES:
+        if function.__name__ in states:
+            assert next(iter(inspect.signature(function).parameters)) == states[function.__name__]
     for name in ("kimi_delta_attention", "kda_lm"):
         assert list(inspect.signature(getattr(kda_fn, name)).parameters)[:2] == ["params", "state"]
 

@@ -510,12 +510,12 @@ def test_kernels_keep_the_rules(name: str, rule: str) -> None:
 
 
 def test_all_kernels_are_seen() -> None:
-    """Every kernels.py, each with a jit function; and no kernels elsewhere."""
+    """Every kernels.py, each with a jit function but the one made of others; and no kernels elsewhere."""
     folders = {path.parent.name for path in PRIMITIVES.rglob("kernels.py")}
     seen = {name.split(".")[-2]: source for name, source in SOURCES.items() if name.endswith(".kernels")}
     assert set(seen) == folders
     for name, source in seen.items():
-        assert source.functions, f"{name} has no jit function"
+        assert source.functions or name == "fused_kda", f"{name} has no jit function"
     users = {
         name_of(path)
         for path in (ROOT / "kda_fn").rglob("*.py")

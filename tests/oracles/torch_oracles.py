@@ -21,6 +21,7 @@ from kda_fn.types import KDAConfig, KDAParams, KDAState, LowRank
 
 __all__ = [
     "causal_conv1d",
+    "fused_kda",
     "gated_rms_norm",
     "kda",
     "kda_gate",
@@ -164,6 +165,29 @@ def residual_gated_rms_norm(
     return total, gated_rms_norm(total, gate, weight, eps=eps, activation=activation)
 
 
+def fused_kda(
+    initial_state: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    raw: Tensor,
+    beta: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    *,
+    lower_bound: float | None = None,
+    allow_neg_eigval: bool = False,
+    eps: float = 1e-6,
+    scale: float | None = None,
+    cu_seqlens: Sequence[int] | None = None,
+) -> Pair:
+    """(final_state, o): unit vectors, gates and betas, then KDA."""
+    q, k = l2_norm(q, eps=eps), l2_norm(k, eps=eps)
+    g = kda_gate(raw, A_log, dt_bias, lower_bound=lower_bound)
+    beta = (2 if allow_neg_eigval else 1) * _sigmoid(beta.double())
+    return kda(initial_state, q, k, v, g, beta, scale=scale, cu_seqlens=cu_seqlens)
+
+
 def kimi_delta_attention(
     params: KDAParams,
     state: KDAState,
@@ -177,16 +201,23 @@ def kimi_delta_attention(
     x = x.double()
     channels = _linear(params.qkv, x)
     conv_state, channels = causal_conv1d(state.conv_state, channels, params.conv, cu_seqlens=cu_seqlens)
-    q, k = (
-        l2_norm(channels[..., n * H * K : (n + 1) * H * K].reshape(*x.shape[:-1], H, K)) for n in range(2)
-    )
+    q, k = (channels[..., n * H * K : (n + 1) * H * K].reshape(*x.shape[:-1], H, K) for n in range(2))
     v = channels[..., 2 * H * K :].reshape(*x.shape[:-1], HV, V)
 
     raw = _project(params.decay, x).reshape(*x.shape[:-1], HV, K)
-    g = kda_gate(raw, params.A_log, params.dt_bias, lower_bound=config.lower_bound)
-    beta = (2 if config.allow_neg_eigval else 1) * _sigmoid(_linear(params.beta, x))
-
-    recurrent_state, o = kda(state.recurrent_state, q, k, v, g, beta, cu_seqlens=cu_seqlens)
+    recurrent_state, o = fused_kda(
+        state.recurrent_state,
+        q,
+        k,
+        v,
+        raw,
+        _linear(params.beta, x),
+        params.A_log,
+        params.dt_bias,
+        lower_bound=config.lower_bound,
+        allow_neg_eigval=config.allow_neg_eigval,
+        cu_seqlens=cu_seqlens,
+    )
     gate = _project(params.output_gate, x).reshape(*x.shape[:-1], HV, V)
     o = gated_rms_norm(o, gate, params.norm, eps=config.norm_eps)
     return KDAState(conv_state, recurrent_state), _linear(params.out, o.reshape(*x.shape[:-1], HV * V))
