@@ -57,7 +57,6 @@ def chunk_terms(
     KEEP: tl.constexpr,
     GATE: tl.constexpr,
     HAS_RATE: tl.constexpr,
-    SHUFFLES: tl.constexpr,
     PRECISION: tl.constexpr,
     C: tl.constexpr,
     M: tl.constexpr,
@@ -354,7 +353,6 @@ def chunk_gradients(
     PACKED: tl.constexpr,
     GATE: tl.constexpr,
     HAS_RATE: tl.constexpr,
-    SHUFFLES: tl.constexpr,
     PRECISION: tl.constexpr,
     C: tl.constexpr,
     M: tl.constexpr,
@@ -398,8 +396,8 @@ def chunk_gradients(
             bias += hv * K
             rate = _rate(A_log_ptr + hv, HAS_RATE)
 
-        # What the chunk hands on of its first state, and of its writes. The sum is a product: a sum over a tile's
-        # last axis lies in memory as a column, and so would all that it meets.
+        # What the chunk hands on of its first state, and of its writes. The sum is a product: a sum over a last
+        # axis lies in memory as a column, and so would all that it meets.
         share = tl.full((M, BV), 1.0 / M, dtype=tl.float32)
         kept = tl.zeros((M, BK), dtype=tl.float32)
         for f in range(0, V, BV):
