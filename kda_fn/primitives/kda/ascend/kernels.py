@@ -396,7 +396,7 @@ def chunk_gradients(
             bias += hv * K
             rate = _rate(A_log_ptr + hv, HAS_RATE)
 
-        # What the chunk hands on of its first state, and of its writes. The sum is a product: a sum over a last
+        # What the chunk hands on of its first state, and of its writes. By a product, for a sum over the last
         # axis lies in memory as a column, and so would all that it meets.
         share = tl.full((M, BV), 1.0 / M, dtype=tl.float32)
         kept = tl.zeros((M, BK), dtype=tl.float32)
