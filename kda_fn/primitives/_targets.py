@@ -159,10 +159,8 @@ def conv_backward_tile(target: Target, P: int, W: int) -> Tile:
 def kda_steps_tile(target: Target, K: int, V: int) -> Tile:
     """The recurrence: K by a part of V."""
     rows = _power_of_two(K)
-    # CUDA: 32 elements of the state a thread. Ascend: 32 KiB of it, and one temporary as large.
-    part, warps = (32, 4) if target is CUDA else (64, 4)
-    part = max(1, part * 128 // rows)
-    return Tile(rows, min(_power_of_two(V), part), _launch(target, warps=warps))
+    # CUDA: 64 elements of the state a thread, 256 bytes a row. Ascend: 32 KiB, and a temporary as large.
+    return Tile(rows, max(1, min(_power_of_two(V), 8192 // rows)), _launch(target, warps=4))
 
 
 def kda_terms_tile(target: Target, dtype: torch.dtype, K: int) -> Tile:

@@ -1,0 +1,1 @@
+"""What of KDA is written anew for CUDA."""
