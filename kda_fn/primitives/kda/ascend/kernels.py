@@ -80,11 +80,11 @@ def chunk_terms(
         beta = beta_ptr + b * beta_batch + token * beta_time + hv
         rows = rows_ptr
         if KEEP:
-            rows += own * 3 * C
+            rows = rows_ptr + own * 3 * C
         bias = dt_bias_ptr
         rate = 1.0
         if GATE != "none":
-            bias += hv * K
+            bias = dt_bias_ptr + hv * K
             rate = _rate(A_log_ptr + hv, HAS_RATE)
         q_in, k_in, k_out = q_in_ptr + own * C * K, k_in_ptr + own * C * K, k_out_ptr + own * C * K
         A, Y = A_ptr + own * C * C, Y_ptr + own * C * C
@@ -393,11 +393,11 @@ def chunk_gradients(
         bias = dt_bias_ptr
         rate = 1.0
         if GATE != "none":
-            bias += hv * K
+            bias = dt_bias_ptr + hv * K
             rate = _rate(A_log_ptr + hv, HAS_RATE)
 
-        # What the chunk hands on of its first state, and of its writes. By a product, for a sum over the last
-        # axis lies in memory as a column, and so would all that it meets.
+        # A gate lets through what the chunk hands on of its first state, and of all that was written before.
+        # By a product: a sum over the last axis lies in memory as a column, and so would all that it meets.
         share = tl.full((M, BV), 1.0 / M, dtype=tl.float32)
         kept = tl.zeros((M, BK), dtype=tl.float32)
         for f in range(0, V, BV):
@@ -406,17 +406,18 @@ def chunk_gradients(
             kept += tl.dot(share + 0.0, tl.trans(S), input_precision="ieee")
         ending = tl.sum(kept, 0)
         through = tl.full((BK,), 1.0, dtype=tl.float32)
-        written = tl.zeros((BK,), dtype=tl.float32)
+        # Row n: what the blocks before block n wrote.
+        before = tl.zeros((M, BK), dtype=tl.float32)
         for back in range(0, C // M):
             n = C // M - 1 - back
             p, d_n = _leaving(
                 k_at, k_time, g_at, g_time, bias, rows, n * M, c0, left, rate, lower_bound, GATE, K, C, M, BK
             )
             dp = _from_state(e_at, V, n * M, C, dS_at, K - c0, dtype, V, PRECISION, M, BK, BV)
-            written += through * tl.sum(p * dp, 0)
+            before += tl.where((row > n)[:, None], (through * tl.sum(p * dp, 0))[None, :], 0.0)
             through *= d_n
         # Tiles of equal rows: Ascend takes a row that a loop carries for one that is scattered over memory.
-        dg_after = tl.zeros((M, BK), dtype=tl.float32) + (through * ending + written)[None, :]
+        dg_after = tl.zeros((M, BK), dtype=tl.float32) + (through * ending)[None, :]
 
         d_bias = tl.zeros((BK,), dtype=tl.float32)
         d_rate = tl.zeros((BK,), dtype=tl.float32)
@@ -470,7 +471,8 @@ def chunk_gradients(
             dk *= from_start
 
             # With the blocks after it; and what leaves the chunk.
-            dp = _from_state(e_at, V, at, C, dS_at, K - c0, dtype, V, PRECISION, M, BK, BV) * leaving
+            dp_out = _from_state(e_at, V, at, C, dS_at, K - c0, dtype, V, PRECISION, M, BK, BV) * leaving
+            dp = tl.zeros((M, BK), dtype=tl.float32)
             until = tl.full((M, BK), 1.0, dtype=tl.float32)
             for m in range(n + 1, C // M):
                 g_m = _gates(g_at, g_time, bias, m * M, c0, left, rate, lower_bound, GATE, K, M, BK)
@@ -483,7 +485,9 @@ def chunk_gradients(
                 of_p += tl.dot(tl.trans(_pairs(dP_at, m, n, C, M)), k_m * from_m, input_precision="ieee")
                 dp += of_p * until
                 until *= tl.exp2(tl.sum(g_m, 0))[None, :]
-            dp *= _after(g_at, g_time, bias, at, c0, left, rate, lower_bound, GATE, K, M, BK)
+            after = _after(g_at, g_time, bias, at, c0, left, rate, lower_bound, GATE, K, M, BK)
+            dp_out *= after
+            dp *= after
             leaving *= tl.exp2(tl.sum(g, 0))[None, :]
 
             # Its own pairs, column by column from the last.
@@ -508,7 +512,10 @@ def chunk_gradients(
 
             dg = q * dq + k * dk - p * dp
             total = tl.sum(dg, 0)
-            dg = tl.cumsum(dg, 0, reverse=True) + dg_after
+            written = p * dp_out
+            dg = tl.cumsum(dg, 0, reverse=True) + dg_after + (tl.cumsum(written, 0) - written)
+            dg += tl.sum(tl.where((row == n)[:, None], before, 0.0), 0)[None, :]
+            dp += dp_out
             dg_after += total[None, :]
             # A token's own pair has no gate in it.
             d_self = tl.load(d_self_ptr + own * C + t)[:, None]
