@@ -47,6 +47,7 @@ from kda_fn import (
     scan,
     swiglu,
 )
+from kda_fn.primitives.fused_kda import fused_kda
 
 H, HV, K, V, W, P, F, D = 2, 4, 3, 5, 4, 6, 7, 8
 CONFIG = KDAConfig(
@@ -122,6 +123,25 @@ def run_kda(
         rand(*batch, T, HV, V, dtype=dtype),
         -rand(*batch, T, HV, K, dtype=wide),
         rand(*batch, T, HV, dtype=wide) / 2,
+        impl=impl,
+        chunk_size=4,
+        **keywords,
+    )
+
+
+def run_fused(batch: tuple[int, ...], T: int, lengths: list[int], impl: Any, **keywords: Any) -> Any:
+    """fused_kda on made-up inputs; with lengths, packed."""
+    N = (len(lengths),) if lengths else ()
+    return fused_kda(
+        rand(*batch, *N, HV, K, V),
+        rand(*batch, T, H, K),
+        rand(*batch, T, H, K),
+        rand(*batch, T, HV, V),
+        rand(*batch, T, HV, K),
+        rand(*batch, T, HV),
+        rand(HV),
+        rand(HV * K),
+        cu_seqlens=cu_seqlens_of(lengths) if lengths else None,
         impl=impl,
         chunk_size=4,
         **keywords,
@@ -211,6 +231,9 @@ for b, (p, lengths), i in product(BATCHES, PACKINGS.items(), IMPLS):
 for d in (torch.float64, torch.bfloat16, torch.float16):
     case(f"kda {d}", partial(run_kda, (2,), 9, [], None, d))
     case(f"kda packed {d}", partial(run_kda, (2,), 8, PACKINGS["some"], None, d))
+for b, i in product(BATCHES, IMPLS):
+    case(f"fused_kda {b} {i}", partial(run_fused, b, 9, [], i))
+    case(f"fused_kda {b} packed {i}", partial(run_fused, b, 8, PACKINGS["some"], i, allow_neg_eigval=True))
 case("kda options", partial(run_kda, (2,), 9, [], None, scale=1, lower_bound=-5.0))
 for b, i in product(BATCHES, IMPLS):
     case(f"kda_step {b} {i}", partial(run_step, b, i))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from subjects import (
     BOUNDED_GATE,
     CONV,
     CONV_BIAS,
+    FUSED_KDA,
     KDA,
     KDA_STEP,
     L2_NORM,
+    LAYER,
     NORM,
     RESIDUAL_NORM,
     SILU_NORM,
@@ -74,19 +77,22 @@ def test_a_call_is_as_few_launches_as_it_can_be(impl: Impl) -> None:
         inputs = cast(subject, subject.inputs(T=T, **options), torch.float32)
         return launches(lambda: subject.call(inputs, impl))
 
-    assert call(KDA, 70) == ["_chunk_terms", "_chunk_scan"]
-    assert call(KDA, 1) == call(KDA, 8) == call(KDA_STEP, 1) == ["_steps"]
+    chunks = ["chunk_terms", "_chunk_scan"]
+    assert call(KDA, 70) == call(FUSED_KDA, 70) == chunks
+    assert call(KDA, 1) == call(KDA, 8) == call(KDA_STEP, 1) == call(FUSED_KDA, 1) == ["_steps"]
     assert call(CONV, 70) == call(CONV, 1) == ["_causal_conv1d"]
     assert call(KDA, 0) == ["_steps"]
+    assert call(LAYER, 70) == ["_causal_conv1d", *chunks, "_gated_rms_norm"]
+    assert call(LAYER, 1) == ["_causal_conv1d", "_steps", "_gated_rms_norm"]
     lengths = (70, 1, 0, 9)
     inputs = cast(KDA, KDA.inputs(batch=(), T=80, N=4), torch.float32)
     packed = launches(lambda: KDA.call(inputs, impl, kda_fn.cu_seqlens_of(lengths)))
-    assert packed == ["_steps", "_chunk_terms", "_chunk_scan"]
+    assert packed == ["_steps", *chunks]
 
 
 @on_the_emulator
 def test_a_backward_is_as_few_launches_as_it_can_be(impl: Impl) -> None:
-    """One, and where rows are summed one for the partial sums."""
+    """One, and where rows are summed one for the partial sums; of KDA's chunks one for each part of it."""
 
     def backward(subject: Subject) -> list[str]:
         inputs = cast(subject, subject.inputs(T=70), torch.float32)
@@ -98,6 +104,10 @@ def test_a_backward_is_as_few_launches_as_it_can_be(impl: Impl) -> None:
     norm = ["_gated_rms_norm", "_gated_rms_norm_backward"]
     assert backward(NORM) == backward(RESIDUAL_NORM) == [*norm, "_sum_of_parts"]
     assert backward(SILU_NORM) == norm
+    chunks = ["chunk_terms", "_chunk_scan"]
+    kda = [*chunks, *chunks, "_chunk_scan_back", "_chunk_pairs_back", "chunk_gradients"]
+    assert backward(KDA) == kda
+    assert backward(FUSED_KDA) == [*kda, *["_l2_norm_backward"] * 2, *["_sum_of_parts"] * 2]
 
 
 MANY_ROWS: dict[str, tuple[Subject, dict[str, int]]] = {
@@ -231,14 +241,14 @@ def test_gradients_of_a_weight_by_sample(impl: Impl) -> None:
 
 @on_the_emulator
 def test_gradients_of_no_token(impl: Impl) -> None:
-    """Those of weights are zero, and that of a window is the next one's."""
-    for batch in ((2,), (0,)):
-        inputs = cast(CONV_BIAS, CONV_BIAS.inputs(batch=batch, T=0), torch.float32)
+    """Those of weights are zero, and that of a state is the next one's."""
+    for subject, batch in product((CONV_BIAS, FUSED_KDA), ((2,), (0,))):
+        inputs = cast(subject, subject.inputs(batch=batch, T=0), torch.float32)
         tracked = {name: x.requires_grad_() for name, x in inputs.items()}
-        new_state, y = CONV_BIAS.call(tracked, impl)
+        new_state, y = subject.call(tracked, impl)
         d_new = torch.randn_like(new_state)
         d_state, *rest = torch.autograd.grad((new_state, y), list(tracked.values()), (d_new, y))
-        assert torch.equal(d_state, d_new) and d_state.shape == (*batch, 2, 5)
+        assert torch.equal(d_state, d_new) and d_state.shape == inputs[subject.states[0]].shape
         assert all((g == 0).all() for g in rest)
 
 
@@ -291,7 +301,9 @@ def test_operators_tell_their_outputs(subject: Subject, impl: Impl) -> None:
 
 @on_the_emulator
 @pytest.mark.parametrize("rows", [0, 1])
-@pytest.mark.parametrize("subject", [CONV_BIAS, SILU_NORM, BOUNDED_GATE, L2_NORM], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "subject", [CONV_BIAS, SILU_NORM, BOUNDED_GATE, L2_NORM, FUSED_KDA], ids=lambda s: s.name
+)
 def test_backward_operators_tell_their_gradients(subject: Subject, rows: int, impl: Impl) -> None:
     """One for each tensor that is there, in its dtype, those of shared ones behind `rows` axes."""
     operators: list[tuple[Any, Any, Any, Any]] = []

@@ -75,6 +75,18 @@ def _kda_inputs(generator: torch.Generator, lead: Lead, *, tokens: Lead, states:
     )
 
 
+def _fused_inputs(generator: torch.Generator, lead: Lead, *, tokens: int, states: Lead = ()) -> Tensors:
+    """The same before its gates."""
+    d = Draw(generator, lead)
+    return (
+        *_kda_inputs(generator, lead, tokens=(tokens,), states=states)[:4],
+        d.normal(tokens, 2, 2),
+        d.normal(tokens, 2),
+        d.normal(2, scale=0.3),
+        d.normal(4),
+    )
+
+
 def _conv_inputs(generator: torch.Generator, lead: Lead, *, T: int, states: Lead = (), bias: bool) -> Tensors:
     """P = 2, W = 3."""
     d = Draw(generator, lead)
@@ -112,7 +124,7 @@ def _subject(
 
     Where a primitive's fallback is its definition, one of the two is tested.
     """
-    public = getattr(kda_fn, name)
+    public = next(function for function in PRIMITIVES if function.__name__ == name)
     calls = {impl: PRIMITIVES[public].implementations[impl].call for impl in PURE}
     same = calls["fallback"] is calls["reference"]
     impls: tuple[Impl, ...] = ("reference", "triton") if same else IMPLS
@@ -160,6 +172,16 @@ SUBJECTS: dict[str, Subject] = {
     "kda": _subject("kda", partial(_kda_inputs, tokens=(5,)), (2, 4, 5), chunk_size=4),
     "kda, packed": _subject(
         "kda", partial(_kda_inputs, tokens=(5,), states=(3,)), (2, 4, 5), chunk_size=2, cu_seqlens=PACKED
+    ),
+    "fused_kda, softplus": _subject("fused_kda", partial(_fused_inputs, tokens=3), (4, 6, 7), chunk_size=2),
+    "fused_kda, bounded, packed": _subject(
+        "fused_kda",
+        partial(_fused_inputs, tokens=5, states=(3,)),
+        (4, 5, 7),
+        chunk_size=2,
+        cu_seqlens=PACKED,
+        lower_bound=-5.0,
+        allow_neg_eigval=True,
     ),
     "kda_step": _subject("kda_step", partial(_kda_inputs, tokens=()), (2, 4, 5, 0)),
     "causal_conv1d": _subject("causal_conv1d", partial(_conv_inputs, T=3, bias=True), (0, 2, 1)),
