@@ -26,6 +26,7 @@ from torch import Tensor
 
 import kda_fn
 from kda_fn.primitives import _targets
+from kda_fn.primitives.fused_kda import fused_kda
 from kda_fn.types import Activation
 
 ROOT = Path(__file__).parents[1]
@@ -50,10 +51,10 @@ P = 2 * H * K + HV * V
 HIDDEN = 7168
 LENGTHS = 1300, 0, 1, 1599, 1196
 LOWER_BOUND = -5.0
-PEER = 12, 11_142
-"""Launches of FLA's Ascend backend for the yardstick, and bytes per token and head, counted alike."""
-LEAST = 1_282
-"""Bytes per token and head of q, k, v, raw gate, beta and o in bf16."""
+PEER = (12, 11_142), (17, 31_492)
+"""Forward and backward: launches of FLA's Ascend backend for the yardstick, and bytes per token and head."""
+LEAST = 1_282, 2_308
+"""Bytes per token and head in bf16 of q, k, v, raw gate, beta and o; of the inputs and all gradients."""
 
 
 @contextmanager
@@ -96,6 +97,17 @@ def _kda(
     return kda_fn.kda(*inputs, lower_bound=lower_bound, cu_seqlens=cu_seqlens, impl="triton")
 
 
+def _kda_gradients(dtype: torch.dtype) -> object:
+    shapes = (1, T, H, K), (1, T, H, K), (1, T, HV, V)
+    q, k, v = (torch.empty(*shape, dtype=dtype, requires_grad=True) for shape in shapes)
+    state, g, beta = (
+        torch.empty(1, *shape, requires_grad=True) for shape in ((HV, K, V), (T, HV, K), (T, HV))
+    )
+    inputs = state, q, k, v, g, beta
+    outputs = kda_fn.kda(*inputs, impl="triton")
+    return torch.autograd.grad(outputs, inputs, [torch.empty_like(y) for y in outputs])
+
+
 def _step(dtype: torch.dtype, B: int, H: int = H) -> object:
     q, k, v = (torch.empty(B, H, size, dtype=dtype) for size in (K, K, V))
     inputs = torch.empty(B, H, K, V), q, k, v, torch.empty(B, H, K), torch.empty(B, H)
@@ -132,7 +144,7 @@ def _residual_norm(dtype: torch.dtype) -> object:
 
 CASES = (
     Case("kda", "T 4096, H 32, K = V 128", _kda, T * H),
-    Case("kda, bounded gate", "T 4096, H 32, K = V 128", partial(_kda, lower_bound=LOWER_BOUND), T * H),
+    Case("kda and its gradients", "T 4096, H 32, K = V 128", _kda_gradients, T * H),
     Case("kda, wide values", "T 4096, H 32, K 128, V 256", partial(_kda, V=256), T * H),
     Case("kda, shared keys", "T 4096, H 16, HV 32, K = V 128", partial(_kda, H=16), T * H),
     Case("kda, packed", "as above, in 5 sequences", partial(_kda, H=16, lengths=LENGTHS), T * H),
@@ -173,15 +185,18 @@ def total(launches: Iterable[Launch]) -> int:
     return sum(launch.bytes for launch in launches)
 
 
-def yardstick() -> Sequence[Launch]:
-    """What a layer's forward launches between its convolution and its output norm."""
+def yardstick() -> tuple[Sequence[Launch], Sequence[Launch]]:
+    """What a layer launches between its convolution and its output norm, forward and backward."""
     with offline(_targets.ASCEND910B3.name) as emulator:
-        qk, v = torch.empty(1, T, P, dtype=BF16).split([2 * H * K, H * V], -1)
-        q, k = kda_fn.l2_norm(qk.unflatten(-1, (2 * H, K)), impl="triton").split(H, -2)
-        g = _gate(BF16, LOWER_BOUND)
-        inputs = torch.empty(1, H, K, V), q, k, v.unflatten(-1, (H, V)), g, torch.empty(1, T, H)
-        kda_fn.kda(*inputs, lower_bound=LOWER_BOUND, impl="triton")
-    return emulator.launches
+        qkv = torch.empty(1, T, P, dtype=BF16).split([H * K, H * K, H * V], -1)
+        heads = (x.unflatten(-1, (H, -1)) for x in qkv)
+        logits = torch.empty(1, T, H, K, dtype=BF16), torch.empty(1, T, H, dtype=BF16)
+        inputs = torch.empty(1, H, K, V), *heads, *logits, torch.empty(H), torch.empty(H * K)
+        inputs = [x.requires_grad_() for x in inputs]
+        outputs = fused_kda(*inputs, lower_bound=LOWER_BOUND, impl="triton")
+        forward = list(emulator.launches)
+        torch.autograd.grad(outputs, inputs, [torch.empty_like(y) for y in outputs])
+    return forward, emulator.launches[len(forward) :]
 
 
 # Emulated
@@ -259,11 +274,11 @@ def share(launch: Launch, memory: str) -> str:
     return f"{100 * launch.compiled.used[memory] / CAPACITY[memory]:.0f}"
 
 
-def report_yardstick(launches: Sequence[Launch]) -> str:
+def report_yardstick(launches: Sequence[Launch], peer: tuple[int, int], least: int) -> str:
     rows = [[f"`{x.kernel}`", "1", f"{x.bytes / (T * H):,.0f}"] for x in launches]
     rows.append(["**all of it**", str(len(launches)), f"{total(launches) / (T * H):,.0f}"])
-    rows.append(["FLA's Ascend backend", str(PEER[0]), f"{PEER[1]:,}"])
-    rows.append(["the least possible", "", f"{LEAST:,}"])
+    rows.append(["FLA's Ascend backend", str(peer[0]), f"{peer[1]:,}"])
+    rows.append(["the least possible", "", f"{least:,}"])
     return table(["", "launches", "bytes per token and head"], rows)
 
 
@@ -297,6 +312,7 @@ def report_errors(errors: dict[str, list[float]]) -> str:
 
 def report() -> str:
     """The whole document."""
+    forward, backward = yardstick()
     measured = {
         (case.name, dtype): [measure(case, dtype, target) for target in TARGETS]
         for dtype in COMPILED
@@ -307,7 +323,8 @@ def report() -> str:
     return PAGE.format(
         date=datetime.now(timezone.utc).date(),
         versions=", ".join(f"{tool} {importlib.metadata.version(tool)}" for tool in tools),
-        yardstick=report_yardstick(yardstick()),
+        forward=report_yardstick(forward, PEER[0], LEAST[0]),
+        backward=report_yardstick(backward, PEER[1], LEAST[1]),
         calls=report_calls(measured),
         bf16=report_memory(measured, BF16),
         fp32=report_memory(measured, FP32),
@@ -333,14 +350,17 @@ and 40 vector cores) and Ascend910_9382 (24 and 48), and *emulated* on x86. The 
 
 ## A layer's traffic
 
-One forward of a layer in bf16 with the bounded gate, B 1, T 4096, H 32, K = V = 128: what it launches to
-normalise q and k, for the decay gate, and for the recurrence. Bytes are those of the distinct tensors that a
-launch is given, summed over the launches.
+One layer in bf16 with the bounded gate, B 1, T 4096, H 32, K = V = 128: what it launches to normalise q and
+k, for gate and sigmoid, and for the recurrence. Bytes are those of the distinct tensors that a launch is
+given, summed over the launches. Forward:
 
-{yardstick}
-Projections, convolution and output norm are in none of these counts. FLA's kernels also take beta's sigmoid,
-which is left to torch here: three elementwise operations and 22 bytes more. The least possible is to read q,
-k, v, raw gate and beta once, and to write o once.
+{forward}
+Backward, which is given the inputs alone and has the rest again:
+
+{backward}
+Projections, convolution and output norm are in none of these counts; nor are, backward, torch's sums of small
+tensors. The least possible is to read q, k, v, raw gate and beta once, and to write o once; backward to read
+them and the gradient of o, and to write theirs.
 
 ## Every call
 
