@@ -174,8 +174,8 @@ def kda(
         (g > 0) is served as far as the arithmetic's range.
     beta : [*B T HV], after its sigmoid: in [0, 1], or [0, 2] with negative eigenvalues.
     scale : K**-0.5 unless given.
-    lower_bound : a promise that lower_bound <= g <= 0, in [-5, 0). A kernel may use a faster form under
-        it. The reference and the fallback are exact at any decay and do not need it.
+    lower_bound : a promise that lower_bound <= g <= 0, in [-5, 0), for an implementation that could use a
+        faster form under it. Those of today are exact at any decay and do not need it.
     chunk_size : tokens per chunk of the fallback, a power of two; the kernels' is 64. It changes speed
         and rounding only.
     cu_seqlens : [N+1], T then holds N packed sequences (`kda_fn.ragged`), independent of each other.
