@@ -512,8 +512,8 @@ def chunk_gradients(
 
             dg = q * dq + k * dk - p * dp
             total = tl.sum(dg, 0)
-            written = p * dp_out
-            dg = tl.cumsum(dg, 0, reverse=True) + dg_after + (tl.cumsum(written, 0) - written)
+            dg = tl.cumsum(dg, 0, reverse=True) + dg_after
+            dg += tl.dot((row[:, None] > row[None, :]).to(tl.float32), p * dp_out, input_precision="ieee")
             dg += tl.sum(tl.where((row == n)[:, None], before, 0.0), 0)[None, :]
             dp += dp_out
             dg_after += total[None, :]

@@ -416,7 +416,13 @@ def chunk_gradients(
         dp *= far * leaving
         p = k * beta
         # A gate lets through what the chunk hands on of its first state, and of all that was written before.
-        dg_out = tl.cumsum(p * dp, 0) - p * dp + (passed * kept)[None, :]
+        written = p * dp
+        if dtype == tl.float32:
+            dg_out = tl.dot((i > j).to(tl.float32), written, input_precision="ieee")
+        else:
+            # A token's own is taken out again: what that rounds is far below half precision.
+            dg_out = tl.cumsum(written, 0) - written
+        dg_out += (passed * kept)[None, :]
 
         dA = tl.load(dA_ptr + own * C * C + i * C + j)
         dP = tl.load(dP_ptr + own * C * C + i * C + j)
