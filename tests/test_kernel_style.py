@@ -481,10 +481,7 @@ def name_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
-TEXTS = {
-    name_of(path): path.read_text(encoding="utf-8")
-    for path in sorted(PRIMITIVES.rglob("*.py"))
-}
+TEXTS = {name_of(path): path.read_text(encoding="utf-8") for path in sorted(PRIMITIVES.rglob("*.py"))}
 
 
 def sources() -> dict[str, Source]:
