@@ -98,14 +98,15 @@ def _kda(
 
 
 def _kda_gradients(dtype: torch.dtype) -> object:
-    shapes = (1, T, H, K), (1, T, H, K), (1, T, HV, V)
-    q, k, v = (torch.empty(*shape, dtype=dtype, requires_grad=True) for shape in shapes)
-    state, g, beta = (
-        torch.empty(1, *shape, requires_grad=True) for shape in ((HV, K, V), (T, HV, K), (T, HV))
-    )
-    inputs = state, q, k, v, g, beta
-    outputs = kda_fn.kda(*inputs, impl="triton")
-    return torch.autograd.grad(outputs, inputs, [torch.empty_like(y) for y in outputs])
+    """Launched as they are: in float32 the fallback's derivative would serve."""
+    from kda_fn.primitives.kda.kernels import Call
+
+    q, k, v = (torch.empty(1, T, *sizes, dtype=dtype) for sizes in ((H, K), (H, K), (HV, V)))
+    inputs = torch.empty(1, HV, K, V), q, k, v, torch.empty(1, T, HV, K), torch.empty(1, T, HV)
+    call = Call(*inputs, None, None)
+    outputs = torch.empty(1, HV, K, V), torch.empty_like(v)
+    call.forward(*outputs)
+    return call.backward(*outputs, tuple(torch.empty_like(x) for x in inputs))
 
 
 def _step(dtype: torch.dtype, B: int, H: int = H) -> object:

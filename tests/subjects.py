@@ -52,8 +52,8 @@ class Subject:
     shared    inputs without batch axes
     states    inputs that are states, in the order of the outputs
     keep_wide inputs that stay float32 when the others are cast to a half precision
-    half_seed of inputs for agreement in half precision: a layer's gradients cancel in some draws, and lose
-              there, in every implementation, up to five times what is rounded
+    half_seed of inputs for agreement below float64: a layer's gradients cancel in some draws, and lose there,
+              in every implementation, up to five times what is rounded
     """
 
     name: str

@@ -95,7 +95,7 @@ def test_a_backward_is_as_few_launches_as_it_can_be(impl: Impl) -> None:
     """One, and where rows are summed one for the partial sums; of KDA's chunks one for each part of it."""
 
     def backward(subject: Subject) -> list[str]:
-        inputs = cast(subject, subject.inputs(T=70), torch.float32)
+        inputs = cast(subject, subject.inputs(T=70), torch.bfloat16)
         return launches(lambda: gradients(subject, inputs, impl))
 
     assert backward(CONV) == ["_causal_conv1d", "_causal_conv1d_backward", "_sum_of_parts"]

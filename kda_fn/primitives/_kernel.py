@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
@@ -38,7 +38,8 @@ Options = tuple[tuple[str, Any], ...]
 Tensors = tuple[Tensor, ...]
 
 LIBRARY = torch.library.Library("kda_fn", "FRAGMENT")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HALVES = torch.bfloat16, torch.float16
+DTYPES = (torch.float32, *HALVES)
 _KERNELS: dict[str, _Kernel] = {}
 
 
@@ -49,7 +50,7 @@ def kernel(
     outputs: Callable[..., Tensors],
     fallback: Callable[..., Any],
     shared: tuple[int, ...] = (),
-    backward: bool = False,
+    backward: bool | Literal["half"] = False,
     unsupported: Callable[..., str | None] = lambda *_args, **_kwargs: None,
 ) -> Implementation:
     """The Triton implementation of a primitive.
@@ -59,13 +60,14 @@ def kernel(
     outputs       new, uninitialised tensors for the results, from the primitive's arguments
     fallback      pure torch, the same function: what is differentiated
     shared        positions of the tensors that carry no batch axes
-    backward      there is `launch_name_backward(gradients, *cotangents, *tensors, **options, rows=..)` too:
+    backward      "half": where nothing is in half precision, the fallback's derivative serves. Otherwise
+                  there is `launch_name_backward(gradients, *cotangents, *tensors, **options, rows=..)` too:
                   it fills a gradient for each tensor that is not None; that of a shared one, a sum over all
                   batch axes but the first `rows`, is [*B[:rows], *shape]
     unsupported   this kernel's own reasons, besides device and dtype
     """
     pullback = _pullback_kernel(schema, module, fallback, shared) if backward else None
-    built = _Kernel(schema, module, outputs, fallback, shared, pullback)
+    built = _Kernel(schema, module, outputs, fallback, shared, pullback, backward == "half")
 
     def reason(*tensors: Tensor | None, **options: Any) -> str | None:
         present = [x for x in tensors if x is not None]
@@ -86,6 +88,7 @@ class _Kernel:
         fallback: Callable[..., Any],
         shared: tuple[int, ...],
         backward: _Kernel | None = None,
+        halves_only: bool = False,
     ) -> None:
         self.name = schema.partition("(")[0]
         self.module = module
@@ -93,6 +96,7 @@ class _Kernel:
         self.fallback = fallback
         self.shared = shared
         self.backward = backward
+        self.halves_only = halves_only
         self.results: Callable[[Tensors], Any] = list if schema.endswith("Tensor[]") else _one_or_all
         _KERNELS[self.name] = self
         LIBRARY.define(schema)
@@ -194,7 +198,8 @@ class _Function(torch.autograd.Function):
         kernel, options, needed = _KERNELS[ctx.name], dict(ctx.options), ctx.needs_input_grad[2:]
         # What was saved under a level that has ended is still wrapped in it.
         tensors = [x if x is None else _functorch.unwrap_if_dead(x) for x in ctx.saved_tensors]
-        if kernel.backward is None:
+        halves = any(x.dtype in HALVES for x in tensors if x is not None)
+        if kernel.backward is None or (kernel.halves_only and not halves):
             wanted = [i for i, needs in enumerate(needed) if needs]
             gradients = _pullback(kernel.fallback, tensors, options, wanted, cotangents)
         else:
