@@ -53,6 +53,14 @@ def is_kda(subject: Subject) -> bool:
     return subject.name in (KDA.name, KDA_STEP.name)
 
 
+def is_fused(subject: Subject) -> bool:
+    return subject.name.startswith("fused_kda")
+
+
+def has_heads(subject: Subject) -> bool:
+    return is_kda(subject) or is_fused(subject)
+
+
 def has_time(subject: Subject) -> bool:
     return subject.y_time != 0
 
@@ -206,7 +214,7 @@ def any_length(subject: Subject, impl: Impl) -> None:
             assert_identical(outputs[: len(subject.states)], [inputs[name] for name in subject.states])
 
 
-@law(is_kda)
+@law(has_heads)
 def any_heads_and_head_dims(subject: Subject, impl: Impl) -> None:
     """K != V, HV > H, sizes that are not powers of two, sizes of one."""
     for H, HV, K, V in ((1, 1, 1, 1), (1, 3, 3, 5), (2, 4, 60, 20), (2, 2, 16, 16), (1, 2, 128, 64)):
@@ -249,14 +257,15 @@ def decode_equals_prefill(subject: Subject, impl: Impl) -> None:
     assert_close(steps, subject.call(inputs, impl), EXACT[impl])
 
 
-@law(lambda subject: subject.name == KDA.name)
+@law(lambda subject: subject.name == KDA.name or is_fused(subject))
 def identity_tokens(subject: Subject, impl: Impl) -> None:
     """g = 0 and beta = 0 leave no trace, wherever such tokens stand; alone they return the very state."""
     inputs, idle = (draw(subject, impl, batch=(2,), T=20, seed=seed) for seed in (3, 4))
-    idle = {**idle, "g": torch.zeros_like(idle["g"]), "beta": torch.zeros_like(idle["beta"])}
+    gate, zero = ("raw", -torch.inf) if is_fused(subject) else ("g", 0.0)
+    idle |= {name: torch.full_like(idle[name], zero) for name in (gate, "beta")}
     places = torch.tensor([t for t in range(40) if t % 3 == 0 or t >= 31])[:20]
     others = torch.tensor([t for t in range(40) if t not in places])
-    order = torch.argsort(torch.cat([others, places])).to(idle["g"].device)
+    order = torch.argsort(torch.cat([others, places])).to(idle["v"].device)
     mixed = {
         name: torch.cat([x, idle[name]], subject.time[name]).index_select(subject.time[name], order)
         if name in subject.time
@@ -327,13 +336,16 @@ def batch_invariance(subject: Subject, impl: Impl) -> None:
                 assert_identical(view, alone)
 
 
-@law(is_kda)
+@law(has_heads)
 def head_invariance(subject: Subject, impl: Impl) -> None:
     """A head's result is the same with one head and with many, to the bit."""
     inputs = cast(subject, subject.inputs(batch=(), T=70, H=3, HV=3), torch.float32)
     state, o = subject.call(inputs, impl)
-    axes = {"initial_state": -3, "beta": -1}
-    one = {name: x.narrow(axes.get(name, -2), 1, 1) for name, x in inputs.items()}
+    axes = {"initial_state": -3, "beta": -1, "A_log": -1}
+    one = {
+        name: x.chunk(3)[1] if name == "dt_bias" else x.narrow(axes.get(name, -2), 1, 1)
+        for name, x in inputs.items()
+    }
     assert_identical(subject.call(one, impl), (state.narrow(-3, 1, 1), o.narrow(-2, 1, 1)))
 
 
@@ -536,6 +548,20 @@ def any_gate(subject: Subject, impl: Impl) -> None:
                 assert torch.isfinite(a).all()
                 # Behind very strong decays the gradient of the state or of the gate itself is zero.
                 assert (a == 0).all() if (e.abs() < 1e-30).all() else error(a, e) <= GRADIENT[dtype]
+
+
+@law(is_fused)
+def any_logit(subject: Subject, impl: Impl) -> None:
+    """Gates and betas that are saturated, alone and mixed: right, and their gradients finite."""
+    inputs = draw(subject, impl, batch=(), T=70, seed=10)
+    raw, beta = inputs["raw"], inputs["beta"]
+    cases = [{"raw": torch.full_like(raw, logit)} for logit in (-1000.0, -10.0, 10.0, 1000.0)]
+    cases += [{"raw": torch.where(raw.abs() > 2, 1e3 * raw, raw), "beta": 40 * beta}]
+    for dtype in DTYPES[impl]:
+        for logits in cases:
+            case = cast(subject, {**inputs, **logits}, dtype)
+            assert_close(subject.call(case, impl), subject.call(case, None), VALUE[dtype])
+            assert all(g.isfinite().all() for g in gradients(subject, case, impl))
 
 
 @law(lambda subject: subject.name == KDA.name)
