@@ -162,11 +162,11 @@ def in_pieces(subject: Subject, impl: Impl, inputs: Inputs, cuts: list[int]) -> 
 
 
 def _agrees(subject: Subject, impl: Impl, dtype: torch.dtype) -> None:
-    half = subject.is_layer and dtype in (torch.bfloat16, torch.float16)
-    seed = 0 if dtype == torch.float64 else subject.half_seed
+    half = dtype in (torch.bfloat16, torch.float16)
+    seed = 0 if dtype == torch.float64 else subject.seed
     inputs = cast(subject, subject.inputs(batch=(2,), T=70, seed=seed), dtype)
     outputs = subject.call(inputs, impl)
-    factor = LAYER_ROUNDINGS if half else 1
+    factor = LAYER_ROUNDINGS if half and subject.is_layer else 1
     assert_close(outputs, subject.call(inputs, None), factor * VALUE[dtype])
     assert outputs[-1].dtype == torch.promote_types(
         dtype, torch.float32 if "gate " in subject.name else dtype
@@ -174,8 +174,9 @@ def _agrees(subject: Subject, impl: Impl, dtype: torch.dtype) -> None:
     for name, state in zip(subject.states, outputs, strict=False):
         assert state.dtype == inputs[name].dtype
     actual, expected = gradients(subject, inputs, impl), gradients(subject, inputs, None)
-    if half:
-        # One vector: A_log's own gradient, say, is a sum that cancels, and keeps the roundings before it.
+    if half and subject.cancels:
+        # A sum that is wrong, not cancelled, is off by its own size.
+        assert_close(actual, expected, 0.1)
         actual, expected = (torch.cat([g.double().flatten() for g in gs]) for gs in (actual, expected))
     assert_close(actual, expected, factor * GRADIENT[dtype])
 

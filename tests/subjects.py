@@ -52,7 +52,9 @@ class Subject:
     shared    inputs without batch axes
     states    inputs that are states, in the order of the outputs
     keep_wide inputs that stay float32 when the others are cast to a half precision
-    half_seed of inputs for agreement below float64: a layer's gradients cancel in some draws, and lose there,
+    cancels   gradients of weights are sums that cancel and keep the roundings before them: in half precision
+              all gradients are compared as one vector
+    seed      of inputs for agreement below float64: a layer's gradients cancel in some draws, and lose there,
               in every implementation, up to five times what is rounded
     """
 
@@ -67,7 +69,8 @@ class Subject:
     packs: bool = False
     sizes: Sizes = field(default_factory=dict)
     is_layer: bool = False
-    half_seed: int = 0
+    cancels: bool = False
+    seed: int = 0
 
     def inputs(
         self, batch: tuple[int, ...] = (2,), T: int = 21, N: int | None = None, seed: int = 0, **sizes: int
@@ -205,6 +208,7 @@ FUSED_KDA = Subject(
     shared=("A_log", "dt_bias"),
     keep_wide=("initial_state", "A_log", "dt_bias"),
     packs=True,
+    cancels=True,
     sizes={"H": 2, "HV": 2, "K": 5, "V": 3},
 )
 FUSED_KDA_BOUNDED = replace(
@@ -346,7 +350,7 @@ RESIDUAL_NORM = replace(
 # the layer
 
 
-def _layer_subject(name: str, config: KDAConfig, half_seed: int) -> Subject:
+def _layer_subject(name: str, config: KDAConfig, seed: int) -> Subject:
     def make(
         generator: torch.Generator, sizes: Sizes, batch: tuple[int, ...], T: int, N: int | None
     ) -> Inputs:
@@ -383,13 +387,12 @@ def _layer_subject(name: str, config: KDAConfig, half_seed: int) -> Subject:
         keep_wide=("recurrent_state",),
         packs=True,
         is_layer=True,
-        half_seed=half_seed,
+        cancels=True,
+        seed=seed,
     )
 
 
-LAYER = _layer_subject(
-    "layer softplus, low rank", KDAConfig(hidden_size=9, num_heads=2, head_dim=4), half_seed=15
-)
+LAYER = _layer_subject("layer softplus, low rank", KDAConfig(hidden_size=9, num_heads=2, head_dim=4), seed=15)
 BOUNDED_LAYER = _layer_subject(
     "layer bounded, full rank, HV > H, reflections",
     KDAConfig(
@@ -403,7 +406,7 @@ BOUNDED_LAYER = _layer_subject(
         output_gate="full_rank",
         allow_neg_eigval=True,
     ),
-    half_seed=18,
+    seed=18,
 )
 
 SUBJECTS = (

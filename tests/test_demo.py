@@ -14,7 +14,7 @@ import optree
 import pytest
 import torch
 
-from kda_fn import KDAConfig, KDALMConfig, demo, init_kda_lm, init_kda_lm_state, kda_lm
+from kda_fn import KDAConfig, KDALMConfig, demo, init_kda_lm, init_kda_lm_state, kda_gate, kda_lm
 
 SMALL = KDALMConfig(
     vocab_size=256,
@@ -228,15 +228,25 @@ def test_half_life_in_closed_form() -> None:
 def test_half_lives_are_of_the_models_own_gates(monkeypatch: pytest.MonkeyPatch) -> None:
     """The decays that `half_lives` averages are those inside `kda_lm`."""
     layer, seen = sys.modules["kda_fn.layers.kimi_delta_attention"], []
-    gate = layer.kda_gate
+    attention = layer.fused_kda
 
-    def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
-        seen.append(gate(*args, **kwargs))
-        return seen[-1]
+    def watched(
+        state: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        raw: torch.Tensor,
+        beta: torch.Tensor,
+        A_log: torch.Tensor,
+        dt_bias: torch.Tensor,
+        **options: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(kda_gate(raw, A_log, dt_bias))
+        return attention(state, q, k, v, raw, beta, A_log, dt_bias, **options)
 
     params, text = init_kda_lm(SMALL, generator=seeded()), tokens(demo.read_text()[:300])
     measured = demo.half_lives(params, text, config=SMALL)
-    monkeypatch.setattr(layer, "kda_gate", watched)
+    monkeypatch.setattr(layer, "fused_kda", watched)
     kda_lm(params, init_kda_lm_state(SMALL), text, config=SMALL)
     assert len(seen) == 2 and not torch.equal(seen[0], seen[1])
     for half_life, g in zip(measured, seen, strict=True):
