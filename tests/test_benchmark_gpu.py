@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -19,17 +18,10 @@ from oracles import torch_oracles as oracles
 
 import kda_fn
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu.py"
 SIX = [(gate, regime) for gate in ("softplus", "bounded") for regime in ("init", "random", "long")]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny operations gain nothing from threads, and lose much to them on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import importlib.metadata
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,16 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kda_fn
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "cpu.py"
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny operations gain nothing from threads, and lose much to them on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
