@@ -14,11 +14,10 @@ It is `l2_norm`, `kda_gate`, a sigmoid and `kda`, which a kernel has all in the 
 from __future__ import annotations
 
 from kda_fn import _check
-from kda_fn.primitives import _targets
 from kda_fn.primitives._kernel import kernel
 from kda_fn.primitives._primitive import Primitive
 from kda_fn.primitives.fused_kda import fallback, reference
-from kda_fn.primitives.kda import check_kda
+from kda_fn.primitives.kda import check_kda, kernel_outputs, kernel_unsupported
 from kda_fn.primitives.kda_gate import check_kda_gate
 from kda_fn.types import CuSeqlens, Float, Impl, Tensor
 
@@ -63,16 +62,6 @@ def _check_fused_kda(
     _check.epsilon(caller, "eps", eps)
 
 
-def _outputs(
-    initial_state: Tensor, q: Tensor, k: Tensor, v: Tensor, *_inputs: Tensor, **_options: object
-) -> tuple[Tensor, ...]:
-    return initial_state.new_empty(initial_state.shape), v.new_empty(v.shape)
-
-
-def _unsupported(initial_state: Tensor, *_inputs: Tensor, **_options: object) -> str | None:
-    return _targets.key_too_long(initial_state.shape[-2])
-
-
 _FUSED_KDA = Primitive(
     "fused_kda",
     check=_check_fused_kda,
@@ -84,12 +73,12 @@ _FUSED_KDA = Primitive(
             "Tensor A_log, Tensor dt_bias, *, float? lower_bound, bool allow_neg_eigval, float eps, "
             "float? scale, int chunk_size, int[]? cu_seqlens) -> (Tensor, Tensor)",
             module="kda_fn.primitives.fused_kda.kernels",
-            outputs=_outputs,
+            outputs=kernel_outputs,
             fallback=fallback.fused_kda,
             shared=(6, 7),
             # The gates' gradients are sums that cancel, to 2e-5 in float32: the fallback has more digits.
             backward="half",
-            unsupported=_unsupported,
+            unsupported=kernel_unsupported,
         )
     },
 )

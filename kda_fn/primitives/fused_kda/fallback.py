@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
-from kda_fn.primitives._activations import sigmoid
+from kda_fn.primitives.fused_kda.reference import units_and_beta
 from kda_fn.primitives.kda.fallback import kda
 from kda_fn.primitives.kda_gate.reference import kda_gate
-from kda_fn.primitives.l2_norm.reference import l2_norm
 from kda_fn.types import CuSeqlens, Float, Tensor
 
 __all__ = ["fused_kda"]
@@ -31,7 +28,5 @@ def fused_kda(
     cu_seqlens: CuSeqlens | None = None,
 ) -> tuple[Float[Tensor, "*S HV K V"], Float[Tensor, "*B T HV V"]]:
     g = kda_gate(raw, A_log, dt_bias, lower_bound=lower_bound)
-    beta = sigmoid(beta.to(torch.promote_types(beta.dtype, torch.float32)))
-    beta = 2 * beta if allow_neg_eigval else beta
-    q, k = l2_norm(torch.cat([q, k], -2), eps=eps).chunk(2, -2)
+    q, k, beta = units_and_beta(q, k, beta, eps, allow_neg_eigval)
     return kda(initial_state, q, k, v, g, beta, scale=scale, chunk_size=chunk_size, cu_seqlens=cu_seqlens)

@@ -10,7 +10,7 @@ from kda_fn.primitives.kda_gate.reference import kda_gate
 from kda_fn.primitives.l2_norm.reference import l2_norm
 from kda_fn.types import CuSeqlens, Float, Tensor
 
-__all__ = ["fused_kda"]
+__all__ = ["fused_kda", "units_and_beta"]
 
 
 def fused_kda(
@@ -31,7 +31,13 @@ def fused_kda(
     cu_seqlens: CuSeqlens | None = None,
 ) -> tuple[Float[Tensor, "*S HV K V"], Float[Tensor, "*B T HV V"]]:
     g = kda_gate(raw, A_log, dt_bias, lower_bound=lower_bound)
-    beta = sigmoid(beta.to(torch.promote_types(beta.dtype, torch.float32)))
-    beta = 2 * beta if allow_neg_eigval else beta
-    q, k = l2_norm(q, eps=eps), l2_norm(k, eps=eps)
+    q, k, beta = units_and_beta(q, k, beta, eps, allow_neg_eigval)
     return kda(initial_state, q, k, v, g, beta, scale=scale, cu_seqlens=cu_seqlens)
+
+
+def units_and_beta(
+    q: Tensor, k: Tensor, beta: Tensor, eps: float, allow_neg_eigval: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k of length one, beta past its sigmoid: what is left of KDA's inputs beside g."""
+    beta = sigmoid(beta.to(torch.promote_types(beta.dtype, torch.float32)))
+    return l2_norm(q, eps=eps), l2_norm(k, eps=eps), 2 * beta if allow_neg_eigval else beta

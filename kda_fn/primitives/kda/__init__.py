@@ -20,7 +20,7 @@ from kda_fn.primitives._primitive import Primitive
 from kda_fn.primitives.kda import fallback, reference
 from kda_fn.types import CuSeqlens, Float, Impl, Tensor
 
-__all__ = ["check_kda", "kda", "kda_step"]
+__all__ = ["check_kda", "kda", "kda_step", "kernel_outputs", "kernel_unsupported"]
 
 
 def check_kda(
@@ -93,13 +93,15 @@ def _check_tensors(caller: str, specs: dict[str, tuple[Tensor, str]]) -> None:
     _check.multiple_heads(caller, _check.shapes(caller, specs))
 
 
-def _outputs(
-    initial_state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **_options: object
+def kernel_outputs(
+    initial_state: Tensor, q: Tensor, k: Tensor, v: Tensor, *_inputs: Tensor, **_options: object
 ) -> tuple[Tensor, ...]:
+    """The final state and o, for the kernels to fill; the inputs may be `fused_kda`'s."""
     return initial_state.new_empty(initial_state.shape), v.new_empty(v.shape)
 
 
-def _unsupported(initial_state: Tensor, *_inputs: Tensor, **_options: object) -> str | None:
+def kernel_unsupported(initial_state: Tensor, *_inputs: Tensor, **_options: object) -> str | None:
+    """The kernels' own reason, for `fused_kda` too."""
     return _targets.key_too_long(initial_state.shape[-2])
 
 
@@ -116,9 +118,9 @@ _KDA = Primitive(
             f"kda({_TENSORS}, *, float? scale, float? lower_bound, int chunk_size, int[]? cu_seqlens) "
             "-> (Tensor, Tensor)",
             module=_KERNELS,
-            outputs=_outputs,
+            outputs=kernel_outputs,
             fallback=fallback.kda,
-            unsupported=_unsupported,
+            unsupported=kernel_unsupported,
             # The gates' gradients are sums that cancel, to 2e-5 in float32: the fallback has more digits.
             backward="half",
         )
@@ -133,9 +135,9 @@ _KDA_STEP = Primitive(
         "triton": kernel(
             f"kda_step({_TENSORS}, *, float? scale) -> (Tensor, Tensor)",
             module=_KERNELS,
-            outputs=_outputs,
+            outputs=kernel_outputs,
             fallback=fallback.kda_step,
-            unsupported=_unsupported,
+            unsupported=kernel_unsupported,
             # The gates' gradients are sums that cancel, to 2e-5 in float32: the fallback has more digits.
             backward="half",
         )

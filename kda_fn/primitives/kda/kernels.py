@@ -171,7 +171,7 @@ class Call:
         self._steps(final_state, o)
         chunks = self._chunks(lambda length: length > STEPS)
         if chunks is not None:
-            self._scan(chunks, self._terms(chunks), final_state, o)
+            self._scan(chunks, self._terms(chunks), final_state, o, None, None)
 
     def backward(
         self, d_final_state: Tensor, d_o: Tensor, gradients: tuple[Tensor, ...]
@@ -287,18 +287,14 @@ class Call:
         )
         return terms
 
-    def _scan(self, chunks: _Chunks, terms: _Terms, final_state: Tensor, o: Tensor) -> None:
-        """The chunks of each sequence, one after another."""
-        self._launch_scan(chunks, terms, final_state, o, None, None)
-
     def _scan_again(self, chunks: _Chunks, terms: _Terms) -> tuple[Tensor, Tensor]:
-        """The same for its states at the chunks' starts and its e."""
+        """`_scan` for its states at the chunks' starts and its e."""
         states = self.q.new_empty(self.B, self.HV, chunks.count, self.K, self.V)
         e = self.q.new_empty(self.B, self.HV, chunks.count, C, self.V)
-        self._launch_scan(chunks, terms, None, None, states, e)
+        self._scan(chunks, terms, None, None, states, e)
         return states, e
 
-    def _launch_scan(
+    def _scan(
         self,
         chunks: _Chunks,
         terms: _Terms,
@@ -307,6 +303,7 @@ class Call:
         states: Tensor | None,
         e: Tensor | None,
     ) -> None:
+        """The chunks of each sequence, one after another; None is not kept."""
         tile = _targets.kda_scan_tile(self.target, self.q.dtype, self.K, self.V)
         tasks = self.B * chunks.sequences * self.HV * triton.cdiv(self.V, tile.columns)
         _chunk_scan[self.target.cube_grid(tasks)](
