@@ -27,6 +27,7 @@ from torch import Tensor
 import kda_fn
 from kda_fn.primitives import _targets
 from kda_fn.primitives.fused_kda import fused_kda
+from kda_fn.primitives.linear import quantize_tokens
 from kda_fn.types import Activation
 
 ROOT = Path(__file__).parents[1]
@@ -131,6 +132,10 @@ def _l2_norm(dtype: torch.dtype) -> Tensor:
     return kda_fn.l2_norm(qk.unflatten(-1, (2 * H, K)), impl="triton")
 
 
+def _tokens(dtype: torch.dtype) -> object:
+    return quantize_tokens(torch.empty(1, T, HIDDEN, dtype=dtype), impl="triton")
+
+
 def _norm(dtype: torch.dtype, activation: Activation = "sigmoid", weighted: bool = True) -> Tensor:
     x, gate = torch.empty(1, T, HV, V, dtype=dtype), torch.empty(1, T, HV, 2 * V, dtype=dtype)[..., V:]
     weight = torch.empty(V, dtype=dtype) if weighted else None
@@ -167,6 +172,7 @@ CASES = (
         T * H,
     ),
     Case("residual_gated_rms_norm", f"T 4096, {HIDDEN} = 56 x 128", _residual_norm, T * HIDDEN // 128),
+    Case("quantize_tokens", f"T 4096, {HIDDEN} = 56 x 128", _tokens, T * HIDDEN // 128),
 )
 
 

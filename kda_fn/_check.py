@@ -6,6 +6,7 @@ every transform, so the messages are the same there.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ __all__ = [
     "float_dtype",
     "floating",
     "instance",
+    "is_quantised",
     "leaves",
     "multiple_heads",
     "number",
@@ -43,9 +45,14 @@ def instance(caller: str, name: str, value: object, kind: type) -> None:
 
 
 def leaves(name: str, tree: Any) -> dict[str, Any]:
-    """The leaves of nested NamedTuples and tuples, by what Python would call them: `params.decay.up`."""
+    """The leaves of nested NamedTuples and tuples, by what Python would call them: `params.decay.up`.
+
+    Quantised weights are left out: `kda_fn.linear` checks them.
+    """
     if not isinstance(tree, tuple):
         return {name: tree}
+    if is_quantised(tree):
+        return {}
     fields = getattr(tree, "_fields", None)
     children = [f".{field}" for field in fields] if fields else [f"[{i}]" for i in range(len(tree))]
     return {
@@ -53,6 +60,11 @@ def leaves(name: str, tree: Any) -> dict[str, Any]:
         for child, value in zip(children, tree, strict=True)
         for path, leaf in leaves(name + child, value).items()
     }
+
+
+def is_quantised(weight: Any) -> bool:
+    """Whether a weight is a W8A8: a tuple with the shape of a tensor."""
+    return isinstance(weight, tuple) and hasattr(weight, "shape")
 
 
 def floating(caller: str, tensors: dict[str, Any]) -> None:
@@ -86,7 +98,7 @@ def _odd_ones(values: dict[str, Any], word: str = "") -> str:
     return ", ".join([f"{next(iter(values))} {word}{first}", *differing]) if differing else ""
 
 
-def exact_shapes(caller: str, expected: dict[str, tuple[Tensor, tuple[int, ...]]]) -> None:
+def exact_shapes(caller: str, expected: Mapping[str, tuple[Any, tuple[int, ...]]]) -> None:
     """ValueError unless every tensor has the shape beside it."""
     for name, (x, shape) in expected.items():
         if x.shape != shape:

@@ -8,6 +8,9 @@ Letters in shapes, the same in every signature, docstring and comment:
     H    query and key heads               HV   value heads, a multiple of H
     K    head dim of queries and keys      V    head dim of values
     D    hidden size                       R    rank of a low-rank projection
+    I    intermediate size of an MLP       X    experts
+    L    latent size of MLA's cache        E    the part of MLA's key that all heads share
+    S    tokens that an MLA cache has room for
     P    channels of the merged q|k|v projection, 2*H*K + HV*V
     W_1  W - 1, the rows of the convolution's window that are carried on
 
@@ -41,6 +44,7 @@ else:
 
 
 __all__ = [
+    "W8A8",
     "Activation",
     "CuSeqlens",
     "Float",
@@ -48,7 +52,6 @@ __all__ = [
     "KDAConfig",
     "KDAParams",
     "KDAState",
-    "LowRank",
     "Tensor",
 ]
 
@@ -69,13 +72,26 @@ class KDAState(NamedTuple):
     """The associative memory: float32, or float64 for float64 inputs."""
 
 
-class LowRank(NamedTuple):
-    """A projection `x -> up (down x) + bias` through R channels."""
+class W8A8(NamedTuple):
+    """An int8 weight in the place of a floating one: y = (x_int8 weight^T) · s_token · scale.
 
-    down: Float[Tensor, "R D"]
-    up: Float[Tensor, "O R"]
-    bias: Float[Tensor, " O_or_0"]
-    """Shape [0] where there is none."""
+    See `kda_fn.linear`; made by `kda_fn.quantize`, or loaded.
+    """
+
+    weight: Tensor
+    """[O D], int8."""
+    scale: Float[Tensor, " O"]
+    """Of each output channel, float32."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the weight, as a floating one's."""
+        return self.weight.shape
+
+    @property
+    def ndim(self) -> int:
+        """Of the weight, as a floating one's."""
+        return self.weight.ndim
 
 
 class KDAParams(NamedTuple):
@@ -85,22 +101,25 @@ class KDAParams(NamedTuple):
     `materialize_grads=True` for it.
     """
 
-    qkv: Float[Tensor, "P D"]
+    qkv: Float[Tensor, "P D"] | W8A8
     """The three projections merged, q above k above v."""
     conv: Float[Tensor, "P W"]
     """One filter for every channel of q|k|v, oldest tap first, float32."""
-    decay: LowRank
-    """Logits of the decay, D -> R -> HV*K."""
+    gates: Float[Tensor, "R+HV+G D"] | W8A8
+    """What else is made of x, merged: the decay's down-projection above beta's logits above the output gate,
+    of which it is the G channels of a low rank (Kimi-Linear), or all G = HV*V of them (Kimi K3)."""
+    decay: Float[Tensor, "HV*K R"] | W8A8
+    """Logits of the decay, from their R channels."""
     A_log: Float[Tensor, " HV_or_0"]
     """float32. Shape [0] stands for a factor of 1, which only the bounded gate allows."""
     dt_bias: Float[Tensor, " HV*K"]
     """float32."""
-    beta: Float[Tensor, "HV D"]
-    output_gate: LowRank | Float[Tensor, "HV*V D"]
-    """Low rank (Kimi-Linear) or one full matrix (Kimi K3)."""
+    output_gate: Float[Tensor, "HV*V G"] | W8A8
+    """Logits of a low-rank output gate, from its G channels; [0] where it is full rank."""
+    output_gate_bias: Float[Tensor, " HV*V_or_0"]
     norm: Float[Tensor, " V"]
     """Weight of the gated RMS norm, shared by all heads."""
-    out: Float[Tensor, "D HV*V"]
+    out: Float[Tensor, "D HV*V"] | W8A8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,4 +191,4 @@ class KDAConfig:
         return 2 * self.H * self.K + self.HV * self.V
 
 
-torch.serialization.add_safe_globals([KDAState, KDAParams, LowRank])
+torch.serialization.add_safe_globals([KDAState, KDAParams, W8A8])

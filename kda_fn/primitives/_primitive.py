@@ -84,7 +84,7 @@ class Primitive(Generic[Arguments, Result]):
         self.check(*args, **kwargs)
         implementation = self.implementations[self._choose(impl, *args, **kwargs)]
         device = next(arg.device.type for arg in args if isinstance(arg, Tensor))
-        if torch.is_autocast_enabled(device):
+        if device != "meta" and torch.is_autocast_enabled(device):
             # Autocast would put the state's arithmetic into half precision.
             with torch.autocast(device, enabled=False):
                 return implementation.call(*args, **kwargs)
