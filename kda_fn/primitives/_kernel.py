@@ -29,10 +29,17 @@ from torch.autograd import forward_ad
 
 from kda_fn import ragged
 from kda_fn.primitives import _targets
-from kda_fn.primitives._primitive import Implementation
+from kda_fn.primitives._primitive import Function, Implementation
 from kda_fn.types import Tensor
 
-__all__ = ["kernel"]
+__all__ = [
+    "can_be_read",
+    "fused_attention_serves",
+    "kernel",
+    "one_node",
+    "operator",
+    "wants_torch_operations",
+]
 
 Options = tuple[tuple[str, Any], ...]
 Tensors = tuple[Tensor, ...]
@@ -79,6 +86,16 @@ def kernel(
     return Implementation(wraps(fallback)(built), reason)
 
 
+def operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """`function` as an operator that is opaque to torch; `fake` makes outputs of its outputs' shapes."""
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema)
+    for key in ("CPU", "CUDA", "PrivateUse1"):
+        LIBRARY.impl(name, function, key)
+    torch.library.register_fake(f"kda_fn::{name}", fake, lib=LIBRARY)
+    return getattr(torch.ops.kda_fn, name).default
+
+
 class _Kernel:
     def __init__(
         self,
@@ -99,16 +116,12 @@ class _Kernel:
         self.halves_only = halves_only
         self.results: Callable[[Tensors], Any] = list if schema.endswith("Tensor[]") else _one_or_all
         _KERNELS[self.name] = self
-        LIBRARY.define(schema)
-        for key in ("CPU", "CUDA", "PrivateUse1"):
-            LIBRARY.impl(self.name, self._launch, key)
-        torch.library.register_fake(f"kda_fn::{self.name}", self._allocate, lib=LIBRARY)
-        self.operator = getattr(torch.ops.kda_fn, self.name).default
+        self.operator = operator(schema, self._launch, self._allocate)
 
     def __call__(self, *tensors: Tensor | None, **options: Any) -> Any:
         if options.get("cu_seqlens") is not None:
             options["cu_seqlens"] = ragged.offsets(options["cu_seqlens"])
-        if _wants_torch_operations():
+        if wants_torch_operations():
             return self.fallback(*tensors, **options)
         if _nothing_is_recorded(tensors):
             return self.raw(*tensors, **options)
@@ -241,13 +254,24 @@ def _one_or_all(tensors: Tensors) -> Tensor | Tensors:
     return tensors if others else first
 
 
+_NODES: list[Callable[..., Any]] = []
+
+
+def one_node(function: Function) -> Function:
+    """A function that compiled graphs take as it is: torch.func inside them still reaches its rules."""
+    _NODES.append(function)
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.allow_in_graph(function)
+    return function
+
+
+@one_node
 def _apply(name: str, options: Options, *tensors: Tensor | None) -> Any:
-    """One node of a compiled graph: torch.func inside such a graph still reaches the rules above."""
     return _Function.apply(name, options, *tensors)
 
 
 class _WhenDynamoComes(MetaPathFinder):
-    """Allows `_apply` in graphs as soon as somebody imports Dynamo, which takes seconds to import."""
+    """Allows the nodes in graphs as soon as somebody imports Dynamo, which takes seconds to import."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if fullname != "torch._dynamo":
@@ -259,26 +283,48 @@ class _WhenDynamoComes(MetaPathFinder):
 
             def load_and_tell(module: Any) -> None:
                 load(module)
-                module.allow_in_graph(_apply)
+                for function in _NODES:
+                    module.allow_in_graph(function)
 
             spec.loader.exec_module = load_and_tell
         return spec
 
 
-if "torch._dynamo" in sys.modules:
-    torch.compiler.allow_in_graph(_apply)
-else:
+if "torch._dynamo" not in sys.modules:
     sys.meta_path.insert(0, _WhenDynamoComes())
 
 
-def _wants_torch_operations() -> bool:
+def wants_torch_operations() -> bool:
     """Whether a transform is active that cannot be told about a kernel."""
     if forward_ad._current_level >= 0:
         return True
     if torch.compiler.is_compiling():
         return False
-    levels = _functorch.get_interpreter_stack() or ()
-    return any(level.key() == _functorch.TransformType.Functionalize for level in levels)
+    return _functorch.TransformType.Functionalize in _transforms()
+
+
+def fused_attention_serves(x: Tensor) -> bool:
+    """Whether torch's fused attention goes through the active transforms: it has no forward mode and no
+    second derivative, and on a CPU no batching rule."""
+    if wants_torch_operations():
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    kinds = _transforms()
+    is_mapped = _functorch.TransformType.Vmap in kinds
+    return kinds.count(_functorch.TransformType.Grad) < 2 and not (is_mapped and x.device.type == "cpu")
+
+
+def _transforms() -> list[Any]:
+    """The kinds of the active transforms of torch.func, the outermost first."""
+    return [level.key() for level in _functorch.get_interpreter_stack() or ()]
+
+
+def can_be_read(x: Tensor) -> bool:
+    """Whether a tensor's values are at hand: no transform, no tracing."""
+    if torch.compiler.is_compiling() or x.is_meta:
+        return False
+    return type(x) is Tensor and _functorch.peek_interpreter_stack() is None
 
 
 def _nothing_is_recorded(tensors: tuple[Tensor | None, ...]) -> bool:
