@@ -4,48 +4,84 @@ A stateful function takes the state first and returns `(new_state, output)`. Pre
 prompt, decode the same function over one token; the loop, and the state, are yours.
 """
 
-from kda_fn.layers.kda_lm import KDALMConfig, KDALMParams, init_kda_lm, init_kda_lm_state, kda_lm
+from kda_fn.layers.attention_residual import (
+    AttentionResidualParams,
+    attention_residual,
+    init_attention_residual,
+)
 from kda_fn.layers.kimi_delta_attention import init_kimi_delta_attention, init_state, kimi_delta_attention
+from kda_fn.layers.kimi_linear import (
+    KimiLinearBlock,
+    KimiLinearConfig,
+    KimiLinearParams,
+    init_kimi_linear,
+    init_kimi_linear_state,
+    kimi_linear,
+)
+from kda_fn.layers.mla import MLAConfig, MLAParams, MLAState, init_mla, init_mla_state, mla
 from kda_fn.layers.mlp import SwiGLUParams, init_swiglu, swiglu
+from kda_fn.layers.moe import MoEConfig, MoEParams, init_moe, moe
+from kda_fn.layers.sampling import decode_step, sample
 from kda_fn.primitives._primitive import explain
 from kda_fn.primitives.causal_conv1d import causal_conv1d
 from kda_fn.primitives.gated_rms_norm import gated_rms_norm, residual_gated_rms_norm
 from kda_fn.primitives.kda import kda, kda_step
 from kda_fn.primitives.kda_gate import kda_gate
 from kda_fn.primitives.l2_norm import l2_norm
+from kda_fn.primitives.linear import linear, quantize, quantize_layer, quantize_tokens
 from kda_fn.ragged import cu_seqlens_of, lengths_of, pack, pad
 from kda_fn.scan import scan
-from kda_fn.types import KDAConfig, KDAParams, KDAState, LowRank
+from kda_fn.types import W8A8, KDAConfig, KDAParams, KDAState
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "W8A8",
+    "AttentionResidualParams",
     "KDAConfig",
-    "KDALMConfig",
-    "KDALMParams",
     "KDAParams",
     "KDAState",
-    "LowRank",
+    "KimiLinearBlock",
+    "KimiLinearConfig",
+    "KimiLinearParams",
+    "MLAConfig",
+    "MLAParams",
+    "MLAState",
+    "MoEConfig",
+    "MoEParams",
     "SwiGLUParams",
+    "attention_residual",
     "causal_conv1d",
     "cu_seqlens_of",
+    "decode_step",
     "explain",
     "gated_rms_norm",
-    "init_kda_lm",
-    "init_kda_lm_state",
+    "init_attention_residual",
     "init_kimi_delta_attention",
+    "init_kimi_linear",
+    "init_kimi_linear_state",
+    "init_mla",
+    "init_mla_state",
+    "init_moe",
     "init_state",
     "init_swiglu",
     "kda",
     "kda_gate",
-    "kda_lm",
     "kda_step",
     "kimi_delta_attention",
+    "kimi_linear",
     "l2_norm",
     "lengths_of",
+    "linear",
+    "mla",
+    "moe",
     "pack",
     "pad",
+    "quantize",
+    "quantize_layer",
+    "quantize_tokens",
     "residual_gated_rms_norm",
+    "sample",
     "scan",
     "swiglu",
 ]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import kda_fn
-from kda_fn import explain
+from kda_fn import W8A8, explain
 from kda_fn.primitives._primitive import PRIMITIVES
 
 B, T, H, K, W = 1, 128, 8, 128, 4
@@ -82,6 +82,9 @@ def sample_calls(device: str) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]
         "kda_gate": ((heads, wide(H), wide(H * K)), {}),
         "kda_step": ((state, head_step, head_step, head_step, wide(B, H, K), wide(B, H)), {}),
         "l2_norm": ((heads,), {}),
+        "linear": ((x(B, T, P), W8A8(wide(K, P).to(torch.int8), wide(K))), {}),
+        "mla_prolog": ((x(B, T, K), x(K, K), x(K), x(H * 2 * K, K), x(H, K, K), x(2 * K, K), x(K)), {}),
+        "quantize_tokens": ((x(B, T, P),), {}),
         "residual_gated_rms_norm": ((heads, heads, heads, x(K)), {"eps": 1e-5}),
     }
 

@@ -1,7 +1,7 @@
 """The library's main job end to end, on real text: `python -m kda_fn.demo`, about two minutes on two cores.
 
 It trains a byte-level language model of KDA blocks on the English text that every CPython ships
-(`pydoc_data.topics`). All that it does with the model is one function of an explicit state, `kda_lm`:
+(`pydoc_data.topics`). All that it does with the model is one function of an explicit state, `kimi_linear`:
 
     train      its gradient, segment by segment; the state after one segment is the state before the next
     evaluate   the whole held-out text in one call
@@ -31,25 +31,26 @@ from torch import Generator, Tensor
 
 from kda_fn import (
     KDAConfig,
-    KDALMConfig,
-    KDALMParams,
+    KDAParams,
     KDAState,
-    init_kda_lm,
-    init_kda_lm_state,
+    KimiLinearConfig,
+    KimiLinearParams,
+    init_kimi_linear,
+    init_kimi_linear_state,
     kda_gate,
-    kda_lm,
-    kimi_delta_attention,
+    kimi_linear,
     scan,
-    swiglu,
 )
+from kda_fn.layers.kimi_linear import KimiLinearState, kimi_linear_blocks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-CONFIG = KDALMConfig(
+CONFIG = KimiLinearConfig(
     vocab_size=256,
-    num_layers=2,
+    layer_types=("kda",) * 2,
     intermediate_size=256,
+    tie_embeddings=True,
     kda=KDAConfig(
         hidden_size=128, num_heads=2, head_dim=32, head_v_dim=64, output_gate="full_rank", chunk_size=32
     ),
@@ -58,8 +59,6 @@ STEPS, ROWS, SEGMENT = 520, 8, 128  # a step reads ROWS segments of SEGMENT byte
 LEARNING_RATE, WARMUP, WEIGHT_DECAY, MAX_NORM = 5e-3, 30, 0.1, 1.0
 PROMPT, CONTINUATION, SAMPLES, TEMPERATURE = 512, 240, 3, 0.7
 MARGIN = 0.1  # by how many bits per byte the model must beat the simple ones
-
-State = tuple[KDAState, ...]
 
 
 # The text, and what simple models make of it
@@ -135,20 +134,22 @@ def learning_rate(step: int, steps: int) -> float:
     return LEARNING_RATE * min(1, (step + 1) / WARMUP) * (1 + math.cos(math.pi * step / steps)) / 2
 
 
-def loss(params: KDALMParams, state: State, text: Tensor, *, config: KDALMConfig) -> tuple[Tensor, State]:
+def loss(
+    params: KimiLinearParams, state: KimiLinearState, text: Tensor, *, config: KimiLinearConfig
+) -> tuple[Tensor, KimiLinearState]:
     """Mean bits per byte of text[.., 1:], each byte given all before it; and the state to go on from."""
-    state, logits = kda_lm(params, state, text[..., :-1], config=config)
+    state, logits = kimi_linear(params, state, text[..., :-1], config=config)
     return F.cross_entropy(logits.flatten(0, -2), text[..., 1:].flatten()) / math.log(2), state
 
 
 def train(
-    text: Tensor, steps: int, generator: Generator, *, config: KDALMConfig
-) -> tuple[KDALMParams, list[float]]:
+    text: Tensor, steps: int, generator: Generator, *, config: KimiLinearConfig
+) -> tuple[KimiLinearParams, list[float]]:
     """Trained parameters, and the bits per byte of each step. Control-C ends it early."""
     from tqdm import tqdm
 
-    params = init_kda_lm(config, generator=generator)
-    optimizer, state = init_adamw(params), init_kda_lm_state(config, (ROWS,))
+    params = init_kimi_linear(config, generator=generator)
+    optimizer, state = init_adamw(params), init_kimi_linear_state(config, (ROWS,))
     # The state comes out as auxiliary output, cut from the graph: backpropagation ends with the segment.
     gradient = torch.func.grad_and_value(partial(loss, config=config), has_aux=True)
 
@@ -179,16 +180,23 @@ Generated = tuple[Tensor, Tensor]
 
 
 def generate(
-    params: KDALMParams, state: State, logits: Tensor, noise: Tensor, *, config: KDALMConfig
-) -> tuple[State, Generated]:
+    params: KimiLinearParams,
+    state: KimiLinearState,
+    logits: Tensor,
+    noise: Tensor,
+    *,
+    config: KimiLinearConfig,
+) -> tuple[KimiLinearState, Generated]:
     """Decodes a byte for each row of Gumbel noise [n 256], from the state and logits [256] after a prefix.
 
     Returns the state after the last byte, the bytes [n], and the logits after each [n 256]."""
 
-    def step(carry: tuple[State, Tensor], noise_t: Tensor) -> tuple[tuple[State, Tensor], Generated]:
+    def step(
+        carry: tuple[KimiLinearState, Tensor], noise_t: Tensor
+    ) -> tuple[tuple[KimiLinearState, Tensor], Generated]:
         state, logits = carry
         byte = (logits / TEMPERATURE + noise_t).argmax(-1)
-        state, logits = kda_lm(params, state, byte.unsqueeze(-1), config=config)
+        state, logits = kimi_linear(params, state, byte.unsqueeze(-1), config=config)
         return (state, logits[0]), (byte, logits[0])
 
     (state, _), generated = scan(step, (state, logits), noise)
@@ -196,21 +204,22 @@ def generate(
 
 
 def show_generation(
-    params: KDALMParams, prompt: Tensor, generator: Generator, *, config: KDALMConfig
+    params: KimiLinearParams, prompt: Tensor, generator: Generator, *, config: KimiLinearConfig
 ) -> None:
     """Prefills once, decodes, holds that against a prefill of everything, and samples from the same state."""
     uniform = torch.rand(SAMPLES, CONTINUATION, config.vocab_size, generator=generator)
     noise = -(-uniform.clamp(min=1e-9).log()).log()
-    empty = init_kda_lm_state(config)
+    empty = init_kimi_linear_state(config)
 
-    state, logits = kda_lm(params, empty, prompt, config=config)
+    state, logits = kimi_linear(params, empty, prompt, config=config)
     decoded_state, (text, decoded) = generate(params, state, logits[-1], noise[0], config=config)
-    whole_state, whole = kda_lm(params, empty, torch.cat([prompt, text]), config=config)
+    whole_state, whole = kimi_linear(params, empty, torch.cat([prompt, text]), config=config)
     prefilled = whole[len(prompt) :]
     difference, error = (decoded - prefilled).abs().max().item(), relative_rmse(decoded, prefilled)
     print(f"decode    a prefill of {len(prompt)} bytes, then {len(text)} calls at T = 1; against one prefill")
     print(f"          logits: largest difference {difference:.1e}, relative RMSE {error:.1e}")
     for layer, (a, b) in enumerate(zip(decoded_state, whole_state, strict=True), 1):
+        assert isinstance(a, KDAState) and isinstance(b, KDAState)
         error = relative_rmse(a.recurrent_state, b.recurrent_state)
         print(f"          recurrent state of layer {layer}: relative RMSE {error:.1e}")
 
@@ -233,18 +242,23 @@ def relative_rmse(x: Tensor, y: Tensor) -> float:
 # The figure
 
 
-def half_lives(params: KDALMParams, text: Tensor, *, config: KDALMConfig) -> Tensor:
+def half_lives(params: KimiLinearParams, text: Tensor, *, config: KimiLinearConfig) -> Tensor:
     """In how many bytes a channel of the memory decays by half, [layer head channel].
 
     It is ln 2 over the mean of -g, the log decay, which each layer's gate computes from the layer's input."""
-    h, decays, eps = F.embedding(text, params.embedding), [], config.kda.norm_eps
-    for block, state in zip(params.blocks, init_kda_lm_state(config), strict=True):
-        layer, x = block.kda, F.rms_norm(h, block.kda_norm.shape, block.kda_norm, eps)
-        raw = F.linear(F.linear(x, layer.decay.down), layer.decay.up).unflatten(-1, (config.kda.HV, -1))
-        g = kda_gate(raw, layer.A_log, layer.dt_bias, lower_bound=config.kda.lower_bound)
-        decays.append(-g.mean(0))
-        h = h + kimi_delta_attention(layer, state, x, config=config.kda)[1]
-        h = h + swiglu(block.mlp, F.rms_norm(h, block.mlp_norm.shape, block.mlp_norm, eps))
+    h, decays, empty = F.embedding(text, params.embedding), [], init_kimi_linear_state(config)
+    streams = kimi_linear_blocks(params, empty, h, config=config)
+    for block, (_, stream) in zip(params.blocks, streams, strict=True):
+        layer, x = (
+            block.attention,
+            F.rms_norm(h, block.attention_norm.shape, block.attention_norm, config.norm_eps),
+        )
+        assert isinstance(layer, KDAParams) and isinstance(layer.gates, Tensor)
+        assert isinstance(layer.decay, Tensor)
+        logits = F.linear(F.linear(x, layer.gates[: layer.decay.shape[1]]), layer.decay)
+        raw = logits.unflatten(-1, (config.kda.HV, -1))
+        decays.append(-kda_gate(raw, layer.A_log, layer.dt_bias, lower_bound=config.kda.lower_bound).mean(0))
+        h = stream
     return math.log(2) / torch.stack(decays)
 
 
@@ -306,14 +320,14 @@ def main(argv: list[str] | None = None) -> int:
     params, losses = train(training, args.steps, generator, config=config)
     seconds = time.perf_counter() - start
     count = sum(p.numel() for p in leaves(params))
-    memory = sum(x.nbytes for x in leaves(init_kda_lm_state(config)))
+    memory = sum(x.nbytes for x in leaves(init_kimi_linear_state(config)))
     print(f"model     {config.num_layers} KDA blocks, {count:,} parameters; a state of {memory:,} bytes")
     print(f"training  {len(losses)} steps of {ROWS} x {SEGMENT} bytes in {seconds:.0f} s")
 
     bits = {
         "unigram": unigram_bits(training, heldout),
         "bigram": bigram_bits(training, heldout),
-        "KDA": loss(params, init_kda_lm_state(config), heldout, config=config)[0].item(),
+        "KDA": loss(params, init_kimi_linear_state(config), heldout, config=config)[0].item(),
     }
     print("held out ", ", ".join(f"{name} {value:.3f}" for name, value in bits.items()), "bits per byte")
     show_generation(params, heldout[:PROMPT], generator, config=config)

@@ -163,8 +163,7 @@ def in_pieces(subject: Subject, impl: Impl, inputs: Inputs, cuts: list[int]) -> 
 
 def _agrees(subject: Subject, impl: Impl, dtype: torch.dtype) -> None:
     half = dtype in (torch.bfloat16, torch.float16)
-    seed = 0 if dtype == torch.float64 else subject.seed
-    inputs = cast(subject, subject.inputs(batch=(2,), T=70, seed=seed), dtype)
+    inputs = cast(subject, subject.inputs(batch=(2,), T=70), dtype)
     outputs = subject.call(inputs, impl)
     factor = LAYER_ROUNDINGS if half and subject.is_layer else 1
     assert_close(outputs, subject.call(inputs, None), factor * VALUE[dtype])
@@ -358,7 +357,7 @@ def ragged_equals_one_by_one(subject: Subject, impl: Impl) -> None:
     """Packed sequences give what each gives alone: to the bit for primitives; empty ones keep their state."""
     cu_seqlens = kda_fn.cu_seqlens_of(LENGTHS)
     N, T = len(LENGTHS), sum(LENGTHS)
-    packed = draw(subject, impl, batch=(2,), T=T, N=N, seed=11)
+    packed = draw(subject, impl, batch=(2,), T=T, N=N)
     for offsets in (cu_seqlens, torch.tensor(cu_seqlens), torch.tensor(cu_seqlens, dtype=torch.int32)):
         outputs = subject.call(packed, impl, offsets)
         assert_close(outputs, subject.call(packed, None, cu_seqlens), EXACT[impl])

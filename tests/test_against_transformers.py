@@ -17,7 +17,7 @@ from subjects import IMPLS
 from torch import Tensor
 
 import kda_fn
-from kda_fn import KDAConfig, KDAParams, LowRank
+from kda_fn import KDAConfig, KDAParams
 from kda_fn.types import Impl
 
 D, H, K = 24, 3, 8
@@ -54,15 +54,15 @@ def their_layer(family: str) -> tuple[Any, Any]:
 def our_params(layer: torch.nn.Module) -> KDAParams:
     """Their parameters in our layout."""
     p = {name: parameter.detach() for name, parameter in layer.named_parameters()}
-    none = torch.zeros(0)
     return KDAParams(
         qkv=torch.cat([p[f"{n}_proj.weight"] for n in "qkv"]),
         conv=p["conv1d.weight"].squeeze(1),
-        decay=LowRank(p["forget_gate.f_a_proj.weight"], p["forget_gate.f_b_proj.weight"], none),
+        gates=torch.cat([p[f"{n}_proj.weight"] for n in ("forget_gate.f_a", "b", "g_a")]),
+        decay=p["forget_gate.f_b_proj.weight"],
         A_log=p["forget_gate.A_log"].reshape(H),
         dt_bias=p["forget_gate.dt_bias"],
-        beta=p["b_proj.weight"],
-        output_gate=LowRank(p["g_a_proj.weight"], p["g_b_proj.weight"], none),
+        output_gate=p["g_b_proj.weight"],
+        output_gate_bias=torch.zeros(0),
         norm=p["o_norm.weight"],
         out=p["o_proj.weight"],
     )

@@ -24,26 +24,41 @@ from torch import Tensor
 import kda_fn
 from kda_fn import (
     KDAConfig,
-    KDALMConfig,
+    KimiLinearConfig,
+    MLAConfig,
+    MoEConfig,
+    attention_residual,
     causal_conv1d,
     cu_seqlens_of,
+    decode_step,
     explain,
     gated_rms_norm,
-    init_kda_lm,
-    init_kda_lm_state,
+    init_attention_residual,
     init_kimi_delta_attention,
+    init_kimi_linear,
+    init_kimi_linear_state,
+    init_mla,
+    init_mla_state,
+    init_moe,
     init_state,
     init_swiglu,
     kda,
     kda_gate,
-    kda_lm,
     kda_step,
     kimi_delta_attention,
+    kimi_linear,
     l2_norm,
     lengths_of,
+    linear,
+    mla,
+    moe,
     pack,
     pad,
+    quantize,
+    quantize_layer,
+    quantize_tokens,
     residual_gated_rms_norm,
+    sample,
     scan,
     swiglu,
 )
@@ -65,7 +80,38 @@ CONFIGS = {
         chunk_size=2,
     ),
 }
-LM = KDALMConfig(vocab_size=11, num_layers=2, intermediate_size=9, kda=CONFIG)
+MLA = MLAConfig(
+    hidden_size=D,
+    num_heads=2,
+    head_dim=3,
+    shared_dim=2,
+    head_v_dim=4,
+    latent_dim=5,
+    query_rank=6,
+    output_gate=True,
+)
+MOE = MoEConfig(
+    hidden_size=D,
+    num_experts=6,
+    experts_per_token=2,
+    intermediate_size=4,
+    shared_size=3,
+    num_groups=3,
+    topk_groups=2,
+    latent_size=5,
+    latent_norm=True,
+    situ=(4.0, 25.0),
+)
+LM = KimiLinearConfig(
+    vocab_size=11,
+    layer_types=("kda", "mla", "kda"),
+    mlp_types=("dense", "moe", "dense"),
+    intermediate_size=9,
+    kda=CONFIG,
+    mla=MLA,
+    moe=MOE,
+    residual_block=2,
+)
 
 BATCHES: list[tuple[int, ...]] = [(), (2,), (3, 1)]
 LENGTHS = [0, 1, 2, 9]
@@ -195,12 +241,33 @@ def run_layer(
 
 def run_lm(batch: tuple[int, ...], T: int, lengths: list[int], impl: Any) -> Any:
     """The language model on some tokens; with lengths, packed."""
-    params = called(init_kda_lm, LM, generator=torch.Generator().manual_seed(0))
-    state: Any = called(init_kda_lm_state, LM, (*batch, len(lengths)) if lengths else batch)
+    params = called(init_kimi_linear, LM, generator=torch.Generator().manual_seed(0))
+    capacity = 12 if lengths else None
+    rows = (*batch, len(lengths)) if lengths else batch
+    state: Any = called(init_kimi_linear_state, LM, rows, capacity=capacity)
     state = optree.tree_map(lambda x: x + 1, state)
     tokens = torch.arange(T).remainder(LM.vocab_size).expand(*batch, T)
     cu_seqlens = cu_seqlens_of(lengths) if lengths else None
-    return called(kda_lm, params, state, tokens, config=LM, cu_seqlens=cu_seqlens, impl=impl)
+    return called(kimi_linear, params, state, tokens, config=LM, cu_seqlens=cu_seqlens, impl=impl)
+
+
+def run_parts(batch: tuple[int, ...]) -> Any:
+    """The layers around KDA, each alone, and one step of generation."""
+    x = rand(*batch, 3, D)
+    cache: Any = called(init_mla_state, MLA, batch, capacity=4)
+    params = called(init_kimi_linear, LM)
+    state = called(init_kimi_linear_state, LM, batch, capacity=4)
+    step = (state, torch.ones(batch, dtype=torch.int64)), torch.full(batch, 0.4)
+    return (
+        called(mla, called(init_mla, MLA), cache, x, config=MLA),
+        called(moe, called(init_moe, MOE), x, config=MOE),
+        called(attention_residual, called(init_attention_residual, D), (x, x + 1), x),
+        called(linear, x, called(quantize, rand(5, D)), rand(5)),
+        called(quantize_tokens, x),
+        called(quantize_layer, called(init_swiglu, D, 9), lambda params: swiglu(params, x), "down")[0],
+        called(sample, rand(*batch, 7), torch.full(batch, 0.4), top_p=0.5) + 1,
+        called(decode_step, params, *step, config=LM),
+    )
 
 
 def run_ragged() -> Any:
@@ -259,9 +326,11 @@ for (n, config), i in product(CONFIGS.items(), IMPLS):
     for d in (torch.float32, torch.bfloat16, torch.float64):
         case(f"layer {n} packed {d} {i}", partial(run_layer, config, (2,), 8, PACKINGS["some"], i, d))
 for b, t, i in product(BATCHES, (0, 1, 9), IMPLS):
-    case(f"kda_lm {b} T={t} {i}", partial(run_lm, b, t, [], i))
+    case(f"kimi_linear {b} T={t} {i}", partial(run_lm, b, t, [], i))
 for i in IMPLS:
-    case(f"kda_lm packed {i}", partial(run_lm, (2,), 8, PACKINGS["some"], i))
+    case(f"kimi_linear packed {i}", partial(run_lm, (2,), 8, PACKINGS["some"], i))
+for b in BATCHES:
+    case(f"parts {b}", partial(run_parts, b))
 case("ragged", run_ragged)
 case("scan", partial(called, scan, lambda c, x: (c + x, c * x), rand(3), rand(4, 3), length=4, reverse=True))
 case("swiglu", lambda: called(swiglu, called(init_swiglu, D, 9, dtype=torch.float64), rand(2, D).double()))

@@ -18,14 +18,14 @@ from torch.utils import _pytree as pytree
 from transforms import assert_same
 
 from kda_fn import (
+    W8A8,
     KDAConfig,
-    KDALMConfig,
     KDAParams,
     KDAState,
-    LowRank,
-    init_kda_lm,
-    init_kda_lm_state,
+    KimiLinearConfig,
     init_kimi_delta_attention,
+    init_kimi_linear,
+    init_kimi_linear_state,
     init_state,
     kimi_delta_attention,
 )
@@ -170,15 +170,19 @@ def test_training_step_with_backward() -> None:
     assert_same(gradients(compiled), gradients(loss), rtol=RTOL)
 
 
-LM = KDALMConfig(vocab_size=11, num_layers=2, intermediate_size=12, kda=KIMI_LINEAR)
+LM = KimiLinearConfig(
+    vocab_size=11, layer_types=("kda",) * 2, intermediate_size=12, tie_embeddings=True, kda=KIMI_LINEAR
+)
 
 TREES: dict[str, Any] = {
     "KDAState": _inputs(KIMI_LINEAR, 2, 1)[0],
     "KDAParams, low rank": _layer(KIMI_LINEAR)[1],
     "KDAParams, full rank": _layer(KIMI_K3)[1]._replace(A_log=torch.zeros(0)),
-    "LowRank": LowRank(torch.ones(2, 3), torch.ones(4, 2), torch.arange(4.0)),
-    "KDALMParams": init_kda_lm(LM, generator=torch.Generator().manual_seed(0), dtype=torch.bfloat16),
-    "states of the language model": init_kda_lm_state(LM, (2,)),
+    "W8A8": W8A8(torch.ones(2, 3, dtype=torch.int8), torch.arange(2.0)),
+    "KimiLinearParams": init_kimi_linear(
+        LM, generator=torch.Generator().manual_seed(0), dtype=torch.bfloat16
+    ),
+    "states of the language model": init_kimi_linear_state(LM, (2,)),
 }
 
 
@@ -228,7 +232,7 @@ def test_round_trip(tree: str, trip: str) -> None:
 @pytest.mark.parametrize("trip", ["deepcopy", "pickle", "torch.save"])
 def test_copies_share_no_memory(trip: str) -> None:
     """What comes back from a copy or a file may be written without touching the original."""
-    tree = TREES["KDALMParams"]
+    tree = TREES["KimiLinearParams"]
     pointers = [
         {leaf.data_ptr() for leaf in optree.tree_leaves(t) if leaf.numel()} for t in (tree, TRIPS[trip](tree))
     ]

@@ -18,20 +18,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kda_fn
 from kda_fn import (
     KDAConfig,
-    KDALMConfig,
+    KimiLinearConfig,
+    MLAConfig,
+    MoEConfig,
     causal_conv1d,
     explain,
     gated_rms_norm,
-    init_kda_lm,
-    init_kda_lm_state,
+    init_attention_residual,
     init_kimi_delta_attention,
+    init_kimi_linear,
+    init_kimi_linear_state,
+    init_mla,
+    init_mla_state,
+    init_moe,
     init_state,
     init_swiglu,
     kda,
     kda_gate,
-    kda_lm,
     kda_step,
     kimi_delta_attention,
+    kimi_linear,
     l2_norm,
     residual_gated_rms_norm,
     swiglu,
@@ -45,8 +51,12 @@ B, N, T, H, HV, K, V, W, P, F, D, INNER = 7, 3, 5, 2, 4, 6, 8, 10, 9, 11, 12, 13
 CONFIG = KDAConfig(
     hidden_size=D, num_heads=H, num_v_heads=HV, head_dim=K, head_v_dim=V, conv_size=W, chunk_size=4
 )
+MLA_CONFIG = MLAConfig(hidden_size=D, num_heads=H, head_dim=K, shared_dim=K, head_v_dim=V, latent_dim=INNER)
+MOE_CONFIG = MoEConfig(hidden_size=D, num_experts=4, experts_per_token=2, intermediate_size=INNER)
 FULL_RANK = replace(CONFIG, output_gate="full_rank", lower_bound=-5.0)
-LM_CONFIG = KDALMConfig(vocab_size=17, num_layers=2, intermediate_size=INNER, kda=CONFIG)
+LM_CONFIG = KimiLinearConfig(
+    vocab_size=17, layer_types=("kda",) * 2, intermediate_size=INNER, tie_embeddings=True, kda=CONFIG
+)
 
 
 class Call(NamedTuple):
@@ -109,8 +119,8 @@ def layer_arguments(config: KDAConfig, packed: bool = False) -> dict[str, Any]:
 
 def lm_arguments(packed: bool = False) -> dict[str, Any]:
     """A valid call of the language model."""
-    params = init_kda_lm(LM_CONFIG, generator=torch.Generator().manual_seed(0))
-    state = init_kda_lm_state(LM_CONFIG, (B, N) if packed else (B,))
+    params = init_kimi_linear(LM_CONFIG, generator=torch.Generator().manual_seed(0))
+    state = init_kimi_linear_state(LM_CONFIG, (B, N) if packed else (B,))
     tokens = torch.arange(T).expand(B, T).contiguous()
     return {
         "params": params,
@@ -151,8 +161,8 @@ CALLS = {
     "layer": Call(kimi_delta_attention, lambda: layer_arguments(CONFIG)),
     "layer packed": Call(kimi_delta_attention, lambda: layer_arguments(CONFIG, packed=True)),
     "layer full rank": Call(kimi_delta_attention, lambda: layer_arguments(FULL_RANK)),
-    "kda_lm": Call(kda_lm, lm_arguments),
-    "kda_lm packed": Call(kda_lm, lambda: lm_arguments(packed=True)),
+    "kimi_linear": Call(kimi_linear, lm_arguments),
+    "kimi_linear packed": Call(kimi_linear, lambda: lm_arguments(packed=True)),
 }
 PRIMITIVES = [name for name, call in CALLS.items() if call.letters]
 OF_PARTS = [name for name, call in CALLS.items() if not call.letters]
@@ -662,9 +672,12 @@ def test_parts_that_do_not_fit(call: str, argument: str, path: str, name: str) -
     for change in changes:
         function, arguments = wrong_call(call, {argument: at(path, change)})
         message = refused(function, arguments, ValueError)
-        # A changed rank, or an intermediate size, shows at the other matrix.
-        family = name.rpartition(".")[0] if name.endswith((".down", ".up", ".gate")) else name
-        assert re.search(rf"^{function.__name__}: {re.escape(family)}\S* has shape \(.*\), expected", message)
+        # An intermediate size shows at the other matrix, and the ranks of both gates where they are merged.
+        family, _, field = name.rpartition(".")
+        family = re.escape(family if field in ("down", "up", "gate") else name)
+        if field in ("decay", "output_gate"):
+            family = f"({family}|{re.escape(name.rpartition('.')[0])}.gates)"
+        assert re.search(rf"^{function.__name__}: {family}\S* has shape \(.*\), expected", message)
         told = re.search(r": (\S+) has shape (\(.*?\)), expected", message)
         assert told
         actual = {key: leaf for key, (_, leaf) in leaves_of(arguments[argument], argument).items()}
@@ -689,7 +702,13 @@ def test_parts_of_a_wrong_kind(call: str, argument: str, path: str, name: str) -
 
 def of_one_dtype(call: str, name: str) -> bool:
     """Whether that part must have the dtype of x: not where the arithmetic is float32 at least."""
-    wide = ("conv", "A_log", "dt_bias", "recurrent_state", "kda.norm" if "lm" in call else "params.norm")
+    wide = (
+        "conv",
+        "A_log",
+        "dt_bias",
+        "recurrent_state",
+        "attention.norm" if call == "kimi_linear" else "params.norm",
+    )
     return not name.endswith(wide)
 
 
@@ -730,22 +749,21 @@ LAYERS = [
     Wrong("swiglu", {"params": tuple}, TypeError, ["params must be SwiGLUParams", "tuple"]),
     Wrong("layer", {"config": None}, TypeError, ["config must be (a )?KDAConfig", "NoneType"]),
     Wrong("layer", {"config": {"hidden_size": D}}, TypeError, ["config must be (a )?KDAConfig", "dict"]),
-    Wrong("layer", {"config": LM_CONFIG}, TypeError, ["config must be (a )?KDAConfig", "KDALMConfig"]),
+    Wrong("layer", {"config": LM_CONFIG}, TypeError, ["config must be (a )?KDAConfig", "KimiLinearConfig"]),
     Wrong("layer", {"params": at("decay", None)}, TypeError, ["params.decay", "NoneType"]),
-    Wrong("layer", {"params": at("decay", tuple)}, TypeError, ["params.decay", "tuple"]),
     Wrong("layer", {"params": at("output_gate", None)}, TypeError, ["params.output_gate", "NoneType"]),
     # params and config that do not belong together.
     Wrong(
         "layer",
         {"config": replace(CONFIG, output_gate="full_rank")},
         ValueError,
-        ["params.output_gate is LowRank", "'full_rank'"],
+        [r"params.output_gate has shape \(32, 8\)", r"expected \(0,\)"],
     ),
     Wrong(
         "layer full rank",
         {"config": replace(FULL_RANK, output_gate="low_rank")},
         ValueError,
-        ["params.output_gate is Tensor", "'low_rank'"],
+        [r"params.output_gate has shape \(0,\)", r"expected \(32, 0\)"],
     ),
     Wrong(
         "layer",
@@ -761,9 +779,9 @@ LAYERS = [
     ),
     Wrong(
         "layer",
-        {"params": at("decay.bias", lambda x: x.new_zeros(3))},
+        {"params": at("output_gate_bias", lambda x: x.new_zeros(3))},
         ValueError,
-        [r"params.decay.bias has shape \(3,\)", r"\(24,\)"],
+        [r"params.output_gate_bias has shape \(3,\)", r"\(32,\)"],
     ),
     # States of another call.
     Wrong(
@@ -793,7 +811,7 @@ LAYERS = [
     Wrong("layer", {"impl": "cuda"}, ValueError, ["impl must be None or one of", "'cuda'"]),
     # The language model.
     *(
-        Wrong("kda_lm", {"tokens": change}, error, ["^kda_lm: tokens ", *says])
+        Wrong("kimi_linear", {"tokens": change}, error, ["^kimi_linear: tokens ", *says])
         for change, error, says in (
             (cast(torch.float32), TypeError, ["int32 or int64", "torch.float32"]),
             (cast(torch.bool), TypeError, ["int32 or int64", "torch.bool"]),
@@ -805,44 +823,57 @@ LAYERS = [
         )
     ),
     Wrong(
-        "kda_lm", {"tokens": meta}, ValueError, ["one device", "tokens on meta", "params.embedding on cpu"]
+        "kimi_linear",
+        {"tokens": meta},
+        ValueError,
+        ["one device", "tokens on meta", "params.embedding on cpu"],
     ),
-    Wrong("kda_lm", {"params": None}, TypeError, ["params must be (a )?KDALMParams", "NoneType"]),
-    Wrong("kda_lm", {"params": tuple}, TypeError, ["params must be (a )?KDALMParams", "tuple"]),
-    Wrong("kda_lm", {"config": CONFIG}, TypeError, ["config must be (a )?KDALMConfig", "KDAConfig"]),
-    Wrong("kda_lm", {"state": None}, TypeError, ["state must be", "NoneType"]),
-    Wrong("kda_lm", {"state": lambda s: s[0]}, TypeError, ["state must be", "KDAState"]),
-    Wrong("kda_lm", {"state": at("1", tuple)}, TypeError, [r"state\[1\]", "KDAState", "tuple"]),
+    Wrong("kimi_linear", {"params": None}, TypeError, ["params must be (a )?KimiLinearParams", "NoneType"]),
+    Wrong("kimi_linear", {"params": tuple}, TypeError, ["params must be (a )?KimiLinearParams", "tuple"]),
     Wrong(
-        "kda_lm", {"params": at("blocks.1.kda", tuple)}, TypeError, [r"blocks\[1\].kda", "KDAParams", "tuple"]
+        "kimi_linear", {"config": CONFIG}, TypeError, ["config must be (a )?KimiLinearConfig", "KDAConfig"]
+    ),
+    Wrong("kimi_linear", {"state": None}, TypeError, ["state must be", "NoneType"]),
+    Wrong("kimi_linear", {"state": lambda s: s[0]}, TypeError, ["state must be", "KDAState"]),
+    Wrong("kimi_linear", {"state": at("1", tuple)}, TypeError, [r"state\[1\]", "KDAState", "tuple"]),
+    Wrong(
+        "kimi_linear",
+        {"params": at("blocks.1.attention", tuple)},
+        TypeError,
+        [r"blocks\[1\].attention", "KDAParams", "tuple"],
     ),
     Wrong(
-        "kda_lm",
+        "kimi_linear",
         {"params": at("blocks.1.mlp", tuple)},
         TypeError,
         [r"blocks\[1\].mlp", "SwiGLUParams", "tuple"],
     ),
-    Wrong("kda_lm", {"params": at("blocks.1", None)}, TypeError, [r"blocks\[1\]", "KDALMBlock", "NoneType"]),
     Wrong(
-        "kda_lm",
+        "kimi_linear",
+        {"params": at("blocks.1", None)},
+        TypeError,
+        [r"blocks\[1\]", "KimiLinearBlock", "NoneType"],
+    ),
+    Wrong(
+        "kimi_linear",
         {"state": lambda s: s[:1]},
         ValueError,
-        ["num_layers is 2", "params hold 2 blocks", "state 1 layer"],
+        ["config names 2 layers", "params hold 2 blocks", "state 1 layer"],
     ),
     Wrong(
-        "kda_lm",
+        "kimi_linear",
         {"params": at("blocks", lambda b: b[:1])},
         ValueError,
-        ["num_layers is 2", "params hold 1 block", "state 2 layers"],
+        ["config names 2 layers", "params hold 1 block", "state 2 layers"],
     ),
     Wrong(
-        "kda_lm",
+        "kimi_linear",
         {"state": lambda s: (s[0], init_state(CONFIG, (3,)))},
         ValueError,
         [r"state\[1\]\.conv_state has shape \(3, 9, 56\)"],
     ),
-    *offsets("kda_lm packed", "kda_lm", r"state\[0\]\.conv_state"),
-    Wrong("kda_lm", {"impl": "cuda"}, ValueError, ["impl must be None or one of", "'cuda'"]),
+    *offsets("kimi_linear packed", "kimi_linear", r"state\[0\]\.conv_state"),
+    Wrong("kimi_linear", {"impl": "cuda"}, ValueError, ["impl must be None or one of", "'cuda'"]),
 ]
 
 
@@ -860,7 +891,7 @@ def test_refused(row: Wrong) -> None:
         assert re.search(part, message), message
 
 
-@pytest.mark.parametrize("call", ["layer", "kda_lm"])
+@pytest.mark.parametrize("call", ["layer", "kimi_linear"])
 def test_a_layer_says_which_primitive_lacks_an_implementation(call: str) -> None:
     """The reason is the primitive's own."""
     function, arguments = wrong_call(call, {"impl": "ascendc"})
@@ -959,7 +990,7 @@ def test_config(change: dict[str, Any], error: type[Exception], says: list[str])
     [
         *(
             ({field: given}, ValueError, [field, "positive integer", repr(given)])
-            for field in ("vocab_size", "num_layers", "intermediate_size")
+            for field in ("vocab_size", "intermediate_size")
             for given in BAD_SIZES
         ),
         ({"kda": None}, TypeError, ["kda must be (a )?KDAConfig", "NoneType"]),
@@ -968,7 +999,7 @@ def test_config(change: dict[str, Any], error: type[Exception], says: list[str])
 )
 def test_lm_config(change: dict[str, Any], error: type[Exception], says: list[str]) -> None:
     """The same of the model's config."""
-    with pytest.raises(error, match=r"^KDALMConfig: ") as caught:
+    with pytest.raises(error, match=r"^KimiLinearConfig: ") as caught:
         replace(LM_CONFIG, **change)
     for part in says:
         assert caught.match(part)
@@ -986,8 +1017,12 @@ INITS: dict[str, Callable[..., Any]] = {
     "init_kimi_delta_attention": lambda **keywords: init_kimi_delta_attention(CONFIG, **keywords),
     "init_state": lambda **keywords: init_state(CONFIG, (2,), **keywords),
     "init_swiglu": lambda **keywords: init_swiglu(D, INNER, **keywords),
-    "init_kda_lm": lambda **keywords: init_kda_lm(LM_CONFIG, **keywords),
-    "init_kda_lm_state": lambda **keywords: init_kda_lm_state(LM_CONFIG, (2,), **keywords),
+    "init_kimi_linear": lambda **keywords: init_kimi_linear(LM_CONFIG, **keywords),
+    "init_kimi_linear_state": lambda **keywords: init_kimi_linear_state(LM_CONFIG, (2,), **keywords),
+    "init_attention_residual": lambda **keywords: init_attention_residual(D, **keywords),
+    "init_mla": lambda **keywords: init_mla(MLA_CONFIG, **keywords),
+    "init_mla_state": lambda **keywords: init_mla_state(MLA_CONFIG, (2,), **keywords),
+    "init_moe": lambda **keywords: init_moe(MOE_CONFIG, **keywords),
 }
 
 
@@ -1026,7 +1061,7 @@ ALIKE = [
     ("layer", {"x": longer(-1)}, ValueError),
     ("layer", {"state": at("conv_state", longer(0))}, ValueError),
     ("layer packed", {"cu_seqlens": (0, 2, 2, 6)}, ValueError),
-    ("kda_lm", {"state": at("1.recurrent_state", longer(0))}, ValueError),
+    ("kimi_linear", {"state": at("1.recurrent_state", longer(0))}, ValueError),
 ]
 
 
@@ -1103,7 +1138,7 @@ def test_the_message_is_the_same_under_a_transform(
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("call", ["kda", "causal_conv1d packed", "layer", "kda_lm"])
+@pytest.mark.parametrize("call", ["kda", "causal_conv1d packed", "layer", "kimi_linear"])
 def test_the_valid_calls_are_valid_under_a_transform(call: str, transform: Callable[..., Any]) -> None:
     """The errors above are not the transform's."""
     function, arguments = wrong_call(call, {})
@@ -1111,7 +1146,7 @@ def test_the_valid_calls_are_valid_under_a_transform(call: str, transform: Calla
     assert results and any(x.abs().max() > 0 for x in results)
 
 
-@pytest.mark.parametrize("call", ["kda packed", "causal_conv1d packed", "layer packed", "kda_lm packed"])
+@pytest.mark.parametrize("call", ["kda packed", "causal_conv1d packed", "layer packed", "kimi_linear packed"])
 def test_offsets_are_not_mapped(call: str) -> None:
     """Rows of a vmap share one packing: mapped offsets are refused, not read."""
     function, arguments = wrong_call(call, {})
@@ -1121,9 +1156,18 @@ def test_offsets_are_not_mapped(call: str) -> None:
 
 
 def test_the_table_is_complete() -> None:
-    """Every public function that takes tensors is in it, and what the layer alone calls."""
+    """Every public function that takes tensors is here or in a file of its own, and what the layer calls."""
     functions = {name for name in kda_fn.__all__ if not isinstance(getattr(kda_fn, name), type)}
-    elsewhere = {"explain", "scan", "pack", "pad", "lengths_of", "cu_seqlens_of"}
+    elsewhere = {"explain", "scan", "pack", "pad", "lengths_of", "cu_seqlens_of", "linear", "quantize"}
+    elsewhere |= {
+        "quantize_layer",
+        "quantize_tokens",
+        "mla",
+        "moe",
+        "attention_residual",
+        "sample",
+        "decode_step",
+    }
     inits = {name for name in functions if name.startswith("init_")}
     assert inits == set(INITS)
     expected = functions - elsewhere - inits | {"fused_kda"}

@@ -268,15 +268,19 @@ def test_22_negative_eigenvalues_with_and_without_grad(with_grad: bool, impl: Im
         drawn._replace(
             qkv=one.expand(3, 1),
             conv=F.pad(one.expand(3, 1), (3, 0)),
-            beta=3 * one,
-            decay=drawn.decay._replace(down=zero, up=zero),
+            gates=torch.tensor([[0.0], [3.0], [0.0]], dtype=WIDEST[impl]),
+            decay=zero,
             A_log=-50 * one[0],
         )
     )
     state, one = here((kda_fn.init_state(config, dtype=WIDEST[impl]), one))
     with torch.set_grad_enabled(with_grad):
         state, _ = kda_fn.kimi_delta_attention(
-            params._replace(beta=params.beta.requires_grad_(with_grad)), state, one, config=config, impl=impl
+            params._replace(gates=params.gates.requires_grad_(with_grad)),
+            state,
+            one,
+            config=config,
+            impl=impl,
         )
     silu = 1 / (1 + math.exp(-1))
     expected = 2 / (1 + math.exp(-3)) * silu / math.sqrt(silu**2 + 1e-6) * silu

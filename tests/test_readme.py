@@ -6,10 +6,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from laws import assert_close
+from test_kimi_linear import KIMI_LINEAR, random_params, tokens_of
 
 import kda_fn
+from kda_fn.layers.checkpoint import save_kimi_linear
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -27,7 +30,19 @@ def test_the_example_runs() -> None:
     beam = layer(params, start, torch.cat([seen, names["beams"][3]]))
     assert_close([names["ys"][3], names["states"].recurrent_state[3]], [beam[1][-1:], beam[0][1]], 1e-5)
     assert type(names["slopes"]) is kda_fn.KDAParams
-    assert all(bool(slope.any()) for slope in names["slopes"].decay[:2])
+    slopes: Any = names["slopes"][:4]
+    assert all(bool(slope.any()) for slope in slopes)
+
+
+def test_a_checkpoint_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second listing, on a small model of that name and without a GPU."""
+    code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[1].replace('"cuda"', '"cpu"')
+    params = random_params(KIMI_LINEAR, torch.bfloat16)
+    save_kimi_linear(tmp_path / "Kimi-Linear-48B-A3B-Instruct", params, config=KIMI_LINEAR)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"prompt": tokens_of(5)}
+    exec(code, names)
+    assert names["text"].shape == (200,) and len(names["text"].unique()) > 5
 
 
 def test_its_commands_and_files_exist() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -17,23 +17,17 @@ from torch.utils import _pytree as pytree
 from transforms import EXPECTED, HIGHER, TRANSFORMS, VALUES, Problem, Tensors, assert_same, problem_of
 
 import kda_fn
-from kda_fn import KDAConfig, LowRank
+from kda_fn import KDAConfig
 from kda_fn.primitives._primitive import PRIMITIVES
 from kda_fn.types import Impl
 
 # Torch's own: linearize folds constants into the graph that it traced.
-pytestmark = pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning"),
+]
 
 Lead = tuple[int, ...]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """The tensors are tiny: a second thread would only wait."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Subject(NamedTuple):
@@ -137,9 +131,8 @@ def _layer(config: KDAConfig) -> Subject:
     """The layer as a function of the leaves of (params, state, x); T = 2 in one chunk."""
     params = kda_fn.init_kimi_delta_attention(config, dtype=torch.float64)
     # An absent tensor, of shape [0], beside one that is there: the biases here, A_log there.
-    if isinstance(params.output_gate, LowRank):
-        bias = torch.zeros(config.HV * config.V, dtype=torch.float64)
-        params = params._replace(output_gate=params.output_gate._replace(bias=bias))
+    if config.output_gate == "low_rank":
+        params = params._replace(output_gate_bias=torch.zeros(config.HV * config.V, dtype=torch.float64))
     if config.lower_bound is not None:
         params = params._replace(A_log=torch.zeros(0, dtype=torch.float64))
     like = (params, kda_fn.init_state(config, dtype=torch.float64), torch.zeros(2, config.D))

@@ -18,13 +18,12 @@ from torch import Tensor
 
 from kda_fn import (
     KDAConfig,
-    KDALMConfig,
     KDAParams,
     KDAState,
-    LowRank,
-    init_kda_lm,
-    init_kda_lm_state,
+    KimiLinearConfig,
     init_kimi_delta_attention,
+    init_kimi_linear,
+    init_kimi_linear_state,
     init_state,
     init_swiglu,
     kimi_delta_attention,
@@ -48,7 +47,9 @@ LARGE = KDAConfig(hidden_size=400, num_heads=100, head_dim=8)
 """Large enough for statistics of the weights."""
 MANY = KDAConfig(hidden_size=2, num_heads=100, head_dim=80, head_v_dim=1)
 """Large enough for statistics of the decay: 8000 channels."""
-LM = KDALMConfig(vocab_size=50, num_layers=3, intermediate_size=40, kda=PLAIN)
+LM = KimiLinearConfig(
+    vocab_size=50, layer_types=("kda",) * 3, intermediate_size=40, tie_embeddings=True, kda=PLAIN
+)
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -102,7 +103,7 @@ def test_defaults() -> None:
     }
 
 
-@pytest.mark.parametrize(("config", "field"), [(PLAIN, "num_heads"), (LM, "num_layers")])
+@pytest.mark.parametrize(("config", "field"), [(PLAIN, "num_heads"), (LM, "vocab_size")])
 def test_configs_are_values(config: Any, field: str) -> None:
     """Frozen, compared and hashed by what they hold: a dict's key, a static argument."""
     same = replace(config)
@@ -127,11 +128,12 @@ def test_low_rank_parameters(dtype: torch.dtype) -> None:
     assert shapes(params)._asdict() == {
         "qkv": (51, 24),
         "conv": (51, 4),
-        "decay": ((5, 24), (15, 5), (0,)),
+        "gates": (5 + 3 + 7, 24),
+        "decay": (15, 5),
         "A_log": (3,),
         "dt_bias": (15,),
-        "beta": (3, 24),
-        "output_gate": ((7, 24), (21, 7), (0,)),
+        "output_gate": (21, 7),
+        "output_gate_bias": (0,),
         "norm": (7,),
         "out": (24, 21),
     }
@@ -145,11 +147,12 @@ def test_full_rank_parameters(dtype: torch.dtype) -> None:
     assert shapes(params)._asdict() == {
         "qkv": (62, 24),
         "conv": (62, 3),
-        "decay": ((5, 24), (30, 5), (0,)),
+        "gates": (5 + 6 + 42, 24),
+        "decay": (30, 5),
         "A_log": (6,),
         "dt_bias": (30,),
-        "beta": (6, 24),
-        "output_gate": (42, 24),
+        "output_gate": (0,),
+        "output_gate_bias": (0,),
         "norm": (7,),
         "out": (24, 42),
     }
@@ -236,10 +239,9 @@ def test_decay_of_the_bounded_gate(output_gate: Any) -> None:
 def test_scale_of_the_weights() -> None:
     """N(0, 1/inputs), the convolution U(-1, 1)/sqrt(W), norms at 1."""
     for config in (LARGE, replace(LARGE, output_gate="full_rank")):
-        params = init_kimi_delta_attention(config, generator=seeded())
-        gate = params.output_gate
-        matrices = [params.qkv, params.decay.down, params.decay.up, params.beta, params.out]
-        for weight in [*matrices, *(gate[:2] if isinstance(gate, LowRank) else [gate])]:
+        params: Any = init_kimi_delta_attention(config, generator=seeded())
+        matrices = [params.qkv, params.gates, params.decay, params.out]
+        for weight in [*matrices, *([params.output_gate] if config.output_gate == "low_rank" else [])]:
             n = weight.numel()
             scaled = weight * weight.shape[1] ** 0.5
             assert (scaled.std() - 1).abs() < 5 / math.sqrt(2 * n)
@@ -251,26 +253,28 @@ def test_scale_of_the_weights() -> None:
 
 def test_scale_of_the_model() -> None:
     """Projections back into the stream are smaller by 1/sqrt(2 num_layers)."""
-    config = KDALMConfig(vocab_size=300, num_layers=3, intermediate_size=300, kda=LARGE)
-    params = init_kda_lm(config, generator=seeded())
+    config = KimiLinearConfig(
+        vocab_size=300, layer_types=("kda",) * 3, intermediate_size=300, tie_embeddings=True, kda=LARGE
+    )
+    params: Any = init_kimi_linear(config, generator=seeded())
     assert params.embedding.shape == (300, 400) and len(params.blocks) == 3
     for block in params.blocks:
-        for weight in (block.kda.out, block.mlp.down):
+        for weight in (block.attention.out, block.mlp.down):
             scaled = weight * (6 * weight.shape[1]) ** 0.5
             assert (scaled.std() - 1).abs() < 5 / math.sqrt(2 * weight.numel())
-        for weight in (block.kda.qkv, block.mlp.gate, block.mlp.up):
+        for weight in (block.attention.qkv, block.mlp.gate, block.mlp.up):
             scaled = weight * weight.shape[1] ** 0.5
             assert (scaled.std() - 1).abs() < 5 / math.sqrt(2 * weight.numel())
-        assert block.kda_norm.eq(1).all() and block.mlp_norm.eq(1).all()
+        assert block.attention_norm.eq(1).all() and block.mlp_norm.eq(1).all()
     assert params.norm.eq(1).all()
-    assert not torch.equal(params.blocks[0].kda.qkv, params.blocks[1].kda.qkv)
+    assert not torch.equal(params.blocks[0].attention.qkv, params.blocks[1].attention.qkv)
 
 
 INITS: dict[str, Any] = {
     "layer": lambda **keywords: init_kimi_delta_attention(PLAIN, **keywords),
     "uneven layer": lambda **keywords: init_kimi_delta_attention(UNEVEN, **keywords),
     "swiglu": lambda **keywords: init_swiglu(24, 40, **keywords),
-    "lm": lambda **keywords: init_kda_lm(LM, **keywords),
+    "lm": lambda **keywords: init_kimi_linear(LM, **keywords),
 }
 
 
@@ -320,7 +324,7 @@ def test_no_memory_is_shared(init: str) -> None:
     """Training one weight moves no other."""
     places = [leaf.data_ptr() for leaf in leaves(INITS[init](generator=seeded())) if leaf.numel()]
     assert len(set(places)) == len(places)
-    places = [leaf.data_ptr() for leaf in leaves(init_kda_lm_state(LM, (2,)))]
+    places = [leaf.data_ptr() for leaf in leaves(init_kimi_linear_state(LM, (2,)))]
     assert len(set(places)) == len(places) == 6
 
 
@@ -328,12 +332,12 @@ def test_devices() -> None:
     """Shapes without memory, where that is asked for."""
     for tree in (
         init_state(UNEVEN, (2,), device="meta"),
-        init_kda_lm_state(LM, (2,), device="meta"),
+        init_kimi_linear_state(LM, (2,), device="meta"),
         init_kimi_delta_attention(UNEVEN, device="meta"),
-        init_kda_lm(LM, device="meta"),
+        init_kimi_linear(LM, device="meta"),
     ):
         assert all(leaf.is_meta for leaf in leaves(tree))
-    assert shapes(init_kda_lm(LM, device="meta")) == shapes(init_kda_lm(LM))
+    assert shapes(init_kimi_linear(LM, device="meta")) == shapes(init_kimi_linear(LM))
 
 
 # Trees
@@ -346,8 +350,8 @@ def trees() -> dict[str, Any]:
         "low rank": init_kimi_delta_attention(PLAIN, generator=seeded()),
         "full rank": init_kimi_delta_attention(UNEVEN, generator=seeded()),
         "swiglu": init_swiglu(24, 40, generator=seeded()),
-        "lm": init_kda_lm(LM, generator=seeded()),
-        "lm state": init_kda_lm_state(LM, (2,)),
+        "lm": init_kimi_linear(LM, generator=seeded()),
+        "lm state": init_kimi_linear_state(LM, (2,)),
     }
 
 

@@ -1,11 +1,12 @@
 """The KDA layer.
 
     q|k|v = silu(conv(W_qkv x))                         one projection, one convolution, split once
+    f|b|z = W_gates x                                   a second projection for all else
     q, k  = q / |q|, k / |k|                            per head
-    g     = gate(W_f2 W_f1 x)                           [HV K], log decay
-    beta  = sigmoid(W_b x), or 2 sigmoid(W_b x)         [HV]
+    g     = gate(W_f f)                                 [HV K], log decay
+    beta  = sigmoid(b), or 2 sigmoid(b)                 [HV]
     S, o  = kda(S, q, k, v, g, beta)
-    y     = W_o (rms_norm(o) · sigmoid(W_g x))          per head
+    y     = W_o (rms_norm(o) · sigmoid(W_z z))          per head; a full-rank gate is z itself
 
     x, y [*B T D]   conv_state [*B W-1 P]   recurrent_state [*B HV K V]
 
@@ -17,7 +18,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 
 from kda_fn import _check, ragged
 from kda_fn.layers.mlp import normal_weight
@@ -25,7 +25,8 @@ from kda_fn.primitives._primitive import check_impl
 from kda_fn.primitives.causal_conv1d import causal_conv1d
 from kda_fn.primitives.fused_kda import fused_kda
 from kda_fn.primitives.gated_rms_norm import gated_rms_norm
-from kda_fn.types import CuSeqlens, Float, Impl, KDAConfig, KDAParams, KDAState, LowRank, Tensor
+from kda_fn.primitives.linear import linear
+from kda_fn.types import CuSeqlens, Float, Impl, KDAConfig, KDAParams, KDAState, Tensor
 
 __all__ = ["init_kimi_delta_attention", "init_state", "kimi_delta_attention"]
 
@@ -59,10 +60,24 @@ def kimi_delta_attention(
     """
     cu_seqlens = _check_layer(params, state, x, config, cu_seqlens)
     check_impl("kimi_delta_attention", impl)
+    return apply_kda_layer(params, state, x, config, cu_seqlens, impl)
+
+
+def apply_kda_layer(
+    params: KDAParams,
+    state: KDAState,
+    x: Float[Tensor, "*B T D"],
+    config: KDAConfig,
+    cu_seqlens: tuple[int, ...] | None,
+    impl: Impl | None,
+) -> tuple[KDAState, Float[Tensor, "*B T D"]]:
+    """`kimi_delta_attention` of what has been checked."""
     H, HV, K, V = config.H, config.HV, config.K, config.V
 
     # Under autocast a projection leaves x's dtype; the state must not.
-    qkv = F.linear(x, params.qkv).to(x.dtype)
+    qkv = linear(x, params.qkv, impl=impl).to(x.dtype)
+    R = params.decay.shape[1]
+    decay, beta, gate = linear(x, params.gates, impl=impl).tensor_split([R, R + HV], -1)
     conv_state, qkv = causal_conv1d(state.conv_state, qkv, params.conv, cu_seqlens=cu_seqlens, impl=impl)
     q, k, v = qkv.split([H * K, H * K, HV * V], -1)
     recurrent_state, o = fused_kda(
@@ -70,8 +85,8 @@ def kimi_delta_attention(
         q.unflatten(-1, (H, K)),
         k.unflatten(-1, (H, K)),
         v.unflatten(-1, (HV, V)),
-        _project(params.decay, x).unflatten(-1, (HV, K)),
-        F.linear(x, params.beta),
+        linear(decay, params.decay, impl=impl).unflatten(-1, (HV, K)),
+        beta,
         params.A_log,
         params.dt_bias,
         lower_bound=config.lower_bound,
@@ -80,9 +95,12 @@ def kimi_delta_attention(
         cu_seqlens=cu_seqlens,
         impl=impl,
     )
-    gate = _project(params.output_gate, x).unflatten(-1, (HV, V))
-    o = gated_rms_norm(o, gate, params.norm, eps=config.norm_eps, impl=impl)
-    return KDAState(conv_state, recurrent_state), F.linear(o.flatten(-2), params.out).to(x.dtype)
+    if config.output_gate == "low_rank":
+        bias = params.output_gate_bias if params.output_gate_bias.numel() else None
+        gate = linear(gate, params.output_gate, bias, impl=impl)
+    o = gated_rms_norm(o, gate.unflatten(-1, (HV, V)), params.norm, eps=config.norm_eps, impl=impl)
+    y = linear(o.flatten(-2), params.out, impl=impl)
+    return KDAState(conv_state, recurrent_state), y.to(x.dtype)
 
 
 def init_kimi_delta_attention(
@@ -108,19 +126,19 @@ def init_kimi_delta_attention(
     def uniform(*shape: int) -> Tensor:
         return torch.rand(*shape, generator=generator, dtype=torch.float32, device=device)
 
-    def low_rank(outputs: int, rank: int) -> LowRank:
-        return LowRank(weight(rank, D), weight(outputs, rank), torch.zeros(0, dtype=dtype, device=device))
-
+    none = torch.zeros(0, dtype=dtype, device=device)
+    low_rank = config.output_gate == "low_rank"
     dt = torch.exp(math.log(1e-3) + uniform(HV * K) * math.log(0.1 / 1e-3)).clamp(min=1e-4)
     A = 1 + 15 * uniform(HV)
     return KDAParams(
         qkv=weight(P, D),
         conv=((2 * uniform(P, W) - 1) * W**-0.5).to(wide),
-        decay=low_rank(HV * K, K),
+        gates=weight(K + HV + (V if low_rank else HV * V), D),
+        decay=weight(HV * K, K),
         A_log=(A.log() if config.lower_bound is None else torch.zeros_like(A)).to(wide),
         dt_bias=(dt + torch.log(-torch.expm1(-dt))).to(wide),
-        beta=weight(HV, D),
-        output_gate=low_rank(HV * V, V) if config.output_gate == "low_rank" else weight(HV * V, D),
+        output_gate=weight(HV * V, V) if low_rank else none,
+        output_gate_bias=none,
         norm=torch.ones(V, dtype=dtype, device=device),
         out=weight(D, HV * V),
     )
@@ -142,20 +160,13 @@ def init_state(
     )
 
 
-def _project(params: LowRank | Tensor, x: Tensor) -> Tensor:
-    if isinstance(params, Tensor):
-        return F.linear(x, params)
-    bias = params.bias if params.bias.numel() else None
-    return F.linear(F.linear(x, params.down), params.up, bias)
-
-
 def _check_layer(
     params: KDAParams, state: KDAState, x: Tensor, config: KDAConfig, cu_seqlens: CuSeqlens | None
 ) -> tuple[int, ...] | None:
     """That params, state, x and config belong together; returns cu_seqlens, read once for what follows."""
     caller = "kimi_delta_attention"
     _check.instance(caller, "config", config, KDAConfig)
-    check_params_and_state(caller, params, state, config)
+    check_params_and_state(caller, params, state)
     _check.floating(caller, {"x": x, **_check.leaves("params", params), **_check.leaves("state", state)})
     if x.ndim < 2 or x.shape[-1] != config.D:
         raise ValueError(f"{caller}: x has shape {tuple(x.shape)}, expected [*B T D] with D={config.D}")
@@ -166,25 +177,11 @@ def _check_layer(
 
 
 def check_params_and_state(
-    caller: str,
-    params: KDAParams,
-    state: KDAState,
-    config: KDAConfig,
-    names: tuple[str, str] = ("params", "state"),
+    caller: str, params: object, state: object, names: tuple[str, str] = ("params", "state")
 ) -> None:
     """That the two are trees of the right kind; what their leaves are is for `_check.floating`."""
     _check.instance(caller, names[0], params, KDAParams)
     _check.instance(caller, names[1], state, KDAState)
-    _check.instance(caller, f"{names[0]}.decay", params.decay, LowRank)
-    gate = params.output_gate
-    if not isinstance(gate, LowRank | Tensor):
-        raise TypeError(
-            f"{caller}: {names[0]}.output_gate must be LowRank or a tensor, got {type(gate).__name__}"
-        )
-    if isinstance(gate, LowRank) != (config.output_gate == "low_rank"):
-        raise ValueError(
-            f"{caller}: {names[0]}.output_gate is {type(gate).__name__}, config says {config.output_gate!r}"
-        )
 
 
 def check_shapes_and_dtypes(
@@ -206,6 +203,10 @@ def check_shapes_and_dtypes(
     if cu_seqlens is not None and state.conv_state.shape == (*B, *state.conv_state.shape[-3:-2], W - 1, P):
         n = state.conv_state.shape[-3]
         ragged.check_packing(caller, cu_seqlens, T=T, N=n, state_name=f"{s}.conv_state")
+    low_rank = config.output_gate == "low_rank"
+    R, G = (w.shape[1] if w.ndim == 2 else 0 for w in (params.decay, params.output_gate))
+    G = G if low_rank else HV * V
+    biased = low_rank and params.output_gate_bias.numel() > 0
     no_A_log = config.lower_bound is not None and params.A_log.shape == (0,)
     _check.exact_shapes(
         caller,
@@ -213,14 +214,15 @@ def check_shapes_and_dtypes(
             f"{s}.conv_state": (state.conv_state, (*B, *N, W - 1, P)),
             f"{s}.recurrent_state": (state.recurrent_state, (*B, *N, HV, K, V)),
             f"{p}.qkv": (params.qkv, (P, D)),
+            f"{p}.decay": (params.decay, (HV * K, R)),
+            f"{p}.output_gate": (params.output_gate, (HV * V, G) if low_rank else (0,)),
+            f"{p}.output_gate_bias": (params.output_gate_bias, (HV * V if biased else 0,)),
+            f"{p}.gates": (params.gates, (R + HV + G, D)),
             f"{p}.conv": (params.conv, (P, W)),
             f"{p}.A_log": (params.A_log, (0 if no_A_log else HV,)),
             f"{p}.dt_bias": (params.dt_bias, (HV * K,)),
-            f"{p}.beta": (params.beta, (HV, D)),
             f"{p}.norm": (params.norm, (V,)),
             f"{p}.out": (params.out, (D, HV * V)),
-            **_projection_shapes(f"{p}.decay", params.decay, HV * K, D),
-            **_projection_shapes(f"{p}.output_gate", params.output_gate, HV * V, D),
         },
     )
     own_dtype = f"{p}.conv", f"{p}.A_log", f"{p}.dt_bias", f"{p}.norm"
@@ -234,16 +236,3 @@ def check_shapes_and_dtypes(
             f"{s}.recurrent_state": state.recurrent_state,
         },
     )
-
-
-def _projection_shapes(
-    name: str, params: LowRank | Tensor, outputs: int, D: int
-) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
-    if not isinstance(params, LowRank):
-        return {name: (params, (outputs, D))}
-    R = params.down.shape[0] if params.down.ndim else 0
-    return {
-        f"{name}.down": (params.down, (R, D)),
-        f"{name}.up": (params.up, (outputs, R)),
-        f"{name}.bias": (params.bias, (outputs if params.bias.numel() else 0,)),
-    }

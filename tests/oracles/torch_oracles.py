@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kda_fn.types import KDAConfig, KDAParams, KDAState, LowRank
+from kda_fn.types import KDAConfig, KDAParams, KDAState
 
 __all__ = [
     "causal_conv1d",
@@ -204,21 +205,28 @@ def kimi_delta_attention(
     q, k = (channels[..., n * H * K : (n + 1) * H * K].reshape(*x.shape[:-1], H, K) for n in range(2))
     v = channels[..., 2 * H * K :].reshape(*x.shape[:-1], HV, V)
 
-    raw = _project(params.decay, x).reshape(*x.shape[:-1], HV, K)
+    R = params.decay.shape[1]
+    others = _linear(params.gates, x)
+    raw = _linear(params.decay, others[..., :R]).reshape(*x.shape[:-1], HV, K)
     recurrent_state, o = fused_kda(
         state.recurrent_state,
         q,
         k,
         v,
         raw,
-        _linear(params.beta, x),
+        others[..., R : R + HV],
         params.A_log,
         params.dt_bias,
         lower_bound=config.lower_bound,
         allow_neg_eigval=config.allow_neg_eigval,
         cu_seqlens=cu_seqlens,
     )
-    gate = _project(params.output_gate, x).reshape(*x.shape[:-1], HV, V)
+    gate = others[..., R + HV :]
+    if config.output_gate == "low_rank":
+        gate = _linear(params.output_gate, gate)
+        if params.output_gate_bias.numel():
+            gate = gate + params.output_gate_bias.double()
+    gate = gate.reshape(*x.shape[:-1], HV, V)
     o = gated_rms_norm(o, gate, params.norm, eps=config.norm_eps)
     return KDAState(conv_state, recurrent_state), _linear(params.out, o.reshape(*x.shape[:-1], HV * V))
 
@@ -266,15 +274,8 @@ def _rows(x: Tensor, axes: int) -> list[Tensor]:
     return list(x.double().reshape(batch.numel(), *x.shape[x.ndim - axes :]).unbind(0))
 
 
-def _linear(weight: Tensor, x: Tensor) -> Tensor:
+def _linear(weight: Any, x: Tensor) -> Tensor:
     return torch.einsum("oi,...i->...o", weight.double(), x)
-
-
-def _project(params: LowRank | Tensor, x: Tensor) -> Tensor:
-    if isinstance(params, Tensor):
-        return _linear(params, x)
-    y = _linear(params.up, _linear(params.down, x))
-    return y + params.bias.double() if params.bias.numel() else y
 
 
 def _sigmoid(x: Tensor) -> Tensor:
