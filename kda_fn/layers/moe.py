@@ -297,7 +297,7 @@ def _by_expert(expert: Tensor, X: int) -> tuple[Tensor, Tensor]:
 
 
 def _grouped_mm_serves(x: Tensor, weight: Tensor) -> bool:
-    """torch's own grouped product reads no counts, but wants rows of whole 16 bytes; torch 2.11 may lack it."""
+    """torch's grouped product reads no counts but wants rows of whole 16 bytes; torch 2.11 may lack it."""
     aligned = all(size % 8 == 0 for size in weight.shape[1:])
     return x.is_cuda and x.dtype == torch.bfloat16 and aligned and x.numel() > 0 and hasattr(F, "grouped_mm")
 
