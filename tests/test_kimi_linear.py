@@ -142,8 +142,7 @@ def test_logits_and_every_layer(pair: Any, T: int) -> None:
 
 
 def test_half_precision(tmp_path: Path) -> None:
-    """In bf16 no further from float32 than they are; of a dense model, where no rounding chooses another
-    expert."""
+    """In bf16 no further from float32 than they are; dense, or a rounding would choose another expert."""
     model = their_model("MLA last, dense")
     config, params = load_kimi_linear(saved(model, tmp_path))
     tokens = tokens_of(4, 40, vocabulary=VOCABULARY)

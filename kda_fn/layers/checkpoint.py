@@ -798,8 +798,7 @@ class Sizes(NamedTuple):
 
 
 def sizes(config: KimiLinearConfig, dtype: torch.dtype = torch.bfloat16) -> tuple[list[Sizes], Sizes]:
-    """The sizes of each block, and of the whole model with embedding and head, from tensors without
-    storage."""
+    """The sizes of each block and of the whole model, from tensors without storage."""
     params = init_kimi_linear(config, dtype=dtype, device="meta")
     where: dict[str, Any] = {"dtype": dtype, "device": "meta"}
     empty, one = (init_kimi_linear_state(config, capacity=room, **where) for room in (None, 1))

@@ -203,8 +203,7 @@ def apply_mla(
 
 
 def _break_even(config: MLAConfig) -> int:
-    """Up to how many new tokens the absorbed form takes fewer products over a long cache than expanding
-    it."""
+    """The most new tokens for which the absorbed form takes fewer products over a long cache."""
     K, V, L = config.head_dim, config.head_v_dim, config.latent_dim
     more = 2 * L - K - V
     return L * (K + V) // more if more > 0 else 2**62
@@ -252,8 +251,7 @@ def _attention(
     *,
     causal: bool,
 ) -> Float[Tensor, "*B h T G"]:
-    """softmax(scale q k^T) v over the visible slots, [*B T S] or [T S]; None: all, or with `causal` the
-    past."""
+    """softmax(scale q k^T) v over the visible slots, [*B T S] or [T S]; None: all, or if causal the past."""
     if not fused_attention_serves(q):
         scores, visible = q @ k.transpose(-1, -2) * scale, _past(q.shape[-2], k) if causal else visible
         if visible is not None:
