@@ -249,10 +249,8 @@ def half_lives(params: KimiLinearParams, text: Tensor, *, config: KimiLinearConf
     h, decays, empty = F.embedding(text, params.embedding), [], init_kimi_linear_state(config)
     streams = kimi_linear_blocks(params, empty, h, config=config)
     for block, (_, stream) in zip(params.blocks, streams, strict=True):
-        layer, x = (
-            block.attention,
-            F.rms_norm(h, block.attention_norm.shape, block.attention_norm, config.norm_eps),
-        )
+        layer = block.attention
+        x = F.rms_norm(h, block.attention_norm.shape, block.attention_norm, config.norm_eps)
         assert isinstance(layer, KDAParams) and isinstance(layer.gates, Tensor)
         assert isinstance(layer.decay, Tensor)
         logits = F.linear(F.linear(x, layer.gates[: layer.decay.shape[1]]), layer.decay)

@@ -50,11 +50,12 @@ def attention_residual(
     caller = "attention_residual"
     _check.instance(caller, "params", params, AttentionResidualParams)
     _check.instance(caller, "blocks", blocks, tuple)
-    tensors = {"x": x, **_check.leaves("blocks", blocks)}
-    _check.floating(caller, {**tensors, **_check.leaves("params", params)})
-    _check.same_dtype(caller, {**tensors, **_check.leaves("params", params)})
+    sums = {"x": x, **_check.leaves("blocks", blocks)}
+    tensors = {**sums, **_check.leaves("params", params)}
+    _check.floating(caller, tensors)
+    _check.same_dtype(caller, tensors)
     _check.epsilon(caller, "eps", eps)
-    _check.exact_shapes(caller, {name: (v, tuple(x.shape)) for name, v in tensors.items()})
+    _check.exact_shapes(caller, {name: (v, tuple(x.shape)) for name, v in sums.items()})
     check_attention_residual(caller, params, x.shape[-1] if x.ndim else 0)
     return apply_attention_residual(params, blocks, x, eps) if blocks else x.clone()
 

@@ -75,8 +75,7 @@ def read_config(source: str | Path | Mapping[str, Any] | object) -> KimiLinearCo
     if isinstance(source, str | Path):
         path = Path(source)
         source = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
-    nested = _get(source, "text_config")
-    fields = _Fields(source if nested is None else nested)
+    fields = _Fields(_Fields(source).get("text_config", default=source))
     linear = _Fields(fields.get("linear_attn_config", default={}))
     ours = _Fields(fields.get("kda_fn", default={}))
     layers = fields.need("num_hidden_layers")
@@ -93,12 +92,12 @@ def read_config(source: str | Path | Mapping[str, Any] | object) -> KimiLinearCo
     layer_types = _layer_types(fields, linear, layers)
     mlp_types = _mlp_types(fields, layers)
     D, eps = fields.need("hidden_size"), fields.get("rms_norm_eps", default=1e-6)
-    heads = linear.get("num_heads", default=None) or fields.need("linear_num_heads")
-    bound = linear.get("gate_lower_bound", default=None)
+    heads = linear.get("num_heads") or fields.need("linear_num_heads")
+    bound = linear.get("gate_lower_bound")
     kda = KDAConfig(
         hidden_size=D,
         num_heads=heads,
-        head_dim=linear.get("head_dim", default=None) or fields.need("linear_head_dim"),
+        head_dim=linear.get("head_dim") or fields.need("linear_head_dim"),
         num_v_heads=linear.get("num_v_heads"),
         head_v_dim=linear.get("head_v_dim"),
         conv_size=linear.get("short_conv_kernel_size") or fields.get("linear_conv_kernel_dim", default=4),
@@ -183,17 +182,24 @@ def _refuse(fields: _Fields, name: str, *, allowed: tuple[Any, ...]) -> None:
         raise NotImplementedError(f"read_config: {name} is {value!r}, only {allowed} are built")
 
 
+def _named(fields: _Fields, field: str, kinds: dict[str, str], layers: int) -> tuple[Any, ...] | None:
+    """The kinds of the layers that a list names one by one, None where there is no such list."""
+    named = fields.get(field)
+    if named is None:
+        return None
+    unknown = sorted(set(named) - set(kinds))
+    if unknown or len(named) != layers:
+        raise ValueError(
+            f"read_config: {field} must name each of {layers} layers as one of {tuple(kinds)}, got "
+            f"{unknown or len(named)}"
+        )
+    return tuple(kinds[name] for name in named)
+
+
 def _layer_types(fields: _Fields, linear: _Fields, layers: int) -> tuple[Any, ...]:
-    named = fields.get("layer_types")
+    named = _named(fields, "layer_types", {"linear_attention": "kda", "full_attention": "mla"}, layers)
     if named is not None:
-        kinds = {"linear_attention": "kda", "full_attention": "mla"}
-        unknown = sorted(set(named) - set(kinds))
-        if unknown or len(named) != layers:
-            raise ValueError(
-                f"read_config: layer_types must name each of {layers} layers as one of {tuple(kinds)}, got "
-                f"{unknown or len(named)}"
-            )
-        return tuple(kinds[name] for name in named)
+        return named
     kda, full = linear.get("kda_layers", default=[]), linear.get("full_attn_layers", default=[])
     if sorted([*kda, *full]) != list(range(1, layers + 1)):
         raise ValueError(
@@ -204,16 +210,9 @@ def _layer_types(fields: _Fields, linear: _Fields, layers: int) -> tuple[Any, ..
 
 
 def _mlp_types(fields: _Fields, layers: int) -> tuple[Any, ...]:
-    named = fields.get("mlp_layer_types")
+    named = _named(fields, "mlp_layer_types", {"dense": "dense", "sparse": "moe"}, layers)
     if named is not None:
-        kinds = {"dense": "dense", "sparse": "moe"}
-        unknown = sorted(set(named) - set(kinds))
-        if unknown or len(named) != layers:
-            raise ValueError(
-                f"read_config: mlp_layer_types must name each of {layers} layers as one of {tuple(kinds)}, "
-                f"got {unknown or len(named)}"
-            )
-        return tuple(kinds[name] for name in named)
+        return named
     if fields.get("num_experts", "num_local_experts") is None:
         return ("dense",) * layers
     first, every = fields.get("first_k_dense_replace", default=0), fields.get("moe_layer_freq", default=1)
@@ -308,8 +307,7 @@ def load_kimi_linear(
     ----------
     path : a folder with `config.json` and safetensors, one file or shards with an index.
     dtype : of the parameters, None: as the embedding is stored. The convolutions, A_log, dt_bias and the
-    routers
-        are float32 at least, whatever it is; int8 weights stay W8A8.
+        routers are float32 at least, whatever it is; int8 weights stay W8A8.
     device : where they go, tensor by tensor.
     progress : a bar over the layers (tqdm).
 
@@ -320,7 +318,7 @@ def load_kimi_linear(
     """
     config = read_config(path)
     with ExitStack() as stack:
-        stored = _Stored(_names(Path(path)), _types(Path(path)), stack)
+        stored = _Stored(Path(path), stack)
         problems = _problems(config, stored)
         if problems:
             raise ValueError(f"load_kimi_linear: {path} does not fit its config:\n" + "\n".join(problems))
@@ -372,16 +370,17 @@ class _Header(NamedTuple):
 class _Stored:
     """The tensors of a folder by their published names; files are opened once, tensors read one by one."""
 
-    def __init__(self, files: dict[str, Path], types: dict[str, str], stack: ExitStack) -> None:
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
         from safetensors import safe_open
 
+        files = _names(folder)
         dtypes = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
         dtypes |= {"I8": torch.int8}
         packed = next((name for name in files if name.endswith(".weight_packed")), None)
         if packed is not None:
             raise NotImplementedError(f"load_kimi_linear: {packed}: weights of four bits are not built")
         opened = {file: stack.enter_context(safe_open(file, "pt")) for file in sorted(set(files.values()))}
-        self.types, self.files = types, {}
+        self.types, self.files = _types(folder), {}
         self.shapes: dict[str, _Header] = {}
         for name, file in files.items():
             if NOT_OURS.search(name):
@@ -570,10 +569,7 @@ def _kda(config: KDAConfig, reader: _Reader, name: str) -> KDAParams:
 
 
 def _mla(config: MLAConfig, reader: _Reader, name: str) -> MLAParams:
-    D, H, K, E, V, L, R = (
-        getattr(config, field)
-        for field in "hidden_size num_heads head_dim shared_dim head_v_dim latent_dim query_rank".split()
-    )
+    D, H, K, E, V, L, R = config.sizes
     up = reader.tensor(f"{name}.kv_b_proj.weight", H * (K + V), L).unflatten(0, (H, K + V))
     return MLAParams(
         q_down=reader.weight([f"{name}.q_a_proj.weight"], [R], D) if R else reader.none(),
@@ -600,10 +596,8 @@ def _moe(config: MoEConfig, reader: _Reader, name: str) -> MoEParams:
     D, X, I, Z = config.hidden_size, config.num_experts, config.intermediate_size, config.Z  # noqa: E741
     stacked, latent = f"{name}.experts.gate_up_proj", config.latent_size is not None
     if reader.has(stacked):
-        gate_up, down = (
-            reader.tensor(stacked, X, 2 * I, Z),
-            reader.tensor(f"{name}.experts.down_proj", X, Z, I),
-        )
+        gate_up = reader.tensor(stacked, X, 2 * I, Z)
+        down = reader.tensor(f"{name}.experts.down_proj", X, Z, I)
     else:
         gate_up = torch.empty(X, 2 * I, Z, dtype=reader.dtype, device=reader.device or "meta")
         down = torch.empty(X, Z, I, dtype=reader.dtype, device=reader.device or "meta")
@@ -846,9 +840,8 @@ def describe(config: KimiLinearConfig, dtype: torch.dtype = torch.bfloat16) -> s
         "| --- | --- | --- | ---: | ---: | ---: | ---: |",
     ]
     for numbers, (attention, mlp, size) in rows:
-        which = _ranges(numbers)
         figures = " | ".join(f"{n:,}" for n in size)
-        lines.append(f"| {which} | {attention.upper()} | {mlp} | {figures} |")
+        lines.append(f"| {_ranges(numbers)} | {attention.upper()} | {mlp} | {figures} |")
     figures = " | ".join(f"{n:,}" for n in whole)
     return "\n".join([*lines, f"| all, with embedding and head | | | {figures} |"])
 
@@ -876,7 +869,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not path.is_dir():
             return 0
         with ExitStack() as stack:
-            stored = _Stored(_names(path), _types(path), stack)
+            stored = _Stored(path, stack)
             problems = _problems(config, stored)
     except (FileNotFoundError, ValueError, NotImplementedError) as error:
         print(error)

@@ -64,6 +64,12 @@ class MLAConfig:
         _check.one_of("MLAConfig", "output_gate", self.output_gate, (False, True))
         _check.epsilon("MLAConfig", "norm_eps", self.norm_eps)
 
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int, int, int | None]:
+        """D, H, K, E, V, L and R."""
+        keys, values = (self.head_dim, self.shared_dim), (self.head_v_dim, self.latent_dim)
+        return self.hidden_size, self.num_heads, *keys, *values, self.query_rank
+
 
 class MLAParams(NamedTuple):
     """The parameters of one MLA layer. Weights are [out, in]; a tensor of shape [0] is absent."""
@@ -313,10 +319,7 @@ def check_mla(
     that the tokens fit in a preallocated cache whose length can be read."""
     p, s = names
     *B, T = rows
-    D, H, K, E, V, L, R = (
-        getattr(config, name)
-        for name in "hidden_size num_heads head_dim shared_dim head_v_dim latent_dim query_rank".split()
-    )
+    D, H, K, E, V, L, R = config.sizes
     lengths = [T] if cu_seqlens is None else ragged.lengths_of(cu_seqlens)
     if cu_seqlens is not None:
         if not state.length.ndim or not state.length.shape[-1]:
@@ -366,10 +369,7 @@ def init_mla(
     """Normal weights with the standard deviation of 1/sqrt(inputs), norms of ones."""
     _check.float_dtype("init_mla", dtype)
     where: dict[str, Any] = {"generator": generator, "dtype": dtype, "device": device}
-    D, H, K, E, V, L, R = (
-        getattr(config, name)
-        for name in "hidden_size num_heads head_dim shared_dim head_v_dim latent_dim query_rank".split()
-    )
+    D, H, K, E, V, L, R = config.sizes
     none = torch.zeros(0, dtype=dtype, device=device)
 
     def ones(size: int) -> Tensor:

@@ -8,13 +8,14 @@
 With a latent size the routed experts work in fewer channels: y = up rms_norm(Σ_e w_e expert_e(down x)) +
 shared(x), while the router and the shared expert read x (Kimi K3).
 
-x, y [*B D]     X experts, I their intermediate size, M of the shared one, Z the latent size or D
+x, y [*B D]     X experts, I their intermediate size, Z the latent size or D
 
 Source: DeepSeek-V3, arXiv:2412.19437; Kimi Linear, arXiv:2510.26692.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -272,28 +273,31 @@ def _sorted_linear(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
     if _grouped_mm_serves(x, weight):
         grouped = F.grouped_mm(sorted_x, weight.transpose(1, 2), offs=stops)
         return y.index_copy_(0, order, grouped)
-    parts, start = [], 0
-    for e, stop in enumerate(stops.tolist()):
-        if stop > start:
-            parts.append(F.linear(sorted_x[start:stop], weight[e]))
-        start = stop
+    parts = [F.linear(sorted_x[rows], weight[e]) for e, rows in _rows_of_experts(stops)]
     return y.index_copy_(0, order, torch.cat(parts)) if parts else y
 
 
 def _sorted_outer(dy: Tensor, x: Tensor, expert: Tensor, X: int) -> Tensor:
     G = x.new_zeros(X, dy.shape[1], x.shape[1])
     order, stops = _by_expert(expert, X)
-    dy, x, start = dy[order], x[order], 0
-    for e, stop in enumerate(stops.tolist()):
-        if stop > start:
-            torch.mm(dy[start:stop].T, x[start:stop], out=G[e])
-        start = stop
+    dy, x = dy[order], x[order]
+    for e, rows in _rows_of_experts(stops):
+        torch.mm(dy[rows].T, x[rows], out=G[e])
     return G
 
 
 def _by_expert(expert: Tensor, X: int) -> tuple[Tensor, Tensor]:
     """The rows in the order of their experts, and where each expert's end, int32."""
     return expert.argsort(stable=True), torch.bincount(expert, minlength=X).cumsum(0).to(torch.int32)
+
+
+def _rows_of_experts(stops: Tensor) -> Iterator[tuple[int, slice]]:
+    """Each expert that has rows, and where they are in their order."""
+    start = 0
+    for e, stop in enumerate(stops.tolist()):
+        if stop > start:
+            yield e, slice(start, stop)
+        start = stop
 
 
 def _grouped_mm_serves(x: Tensor, weight: Tensor) -> bool:

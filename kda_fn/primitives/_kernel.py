@@ -34,6 +34,7 @@ from kda_fn.types import Tensor
 
 __all__ = [
     "can_be_read",
+    "eager_inference_only",
     "fused_attention_serves",
     "kernel",
     "one_node",
@@ -325,6 +326,15 @@ def can_be_read(x: Tensor) -> bool:
     if torch.compiler.is_compiling() or x.is_meta:
         return False
     return type(x) is Tensor and _functorch.peek_interpreter_stack() is None
+
+
+def eager_inference_only(name: str, x: Tensor, *others: Tensor | None) -> str | None:
+    """Why `name`, an operator with no rule for derivatives or transforms, cannot serve here, or None."""
+    if torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in (x, *others)):
+        return f"{name} is for inference, and a tensor here requires a gradient"
+    if wants_torch_operations() or not can_be_read(x):
+        return f"{name} is called eagerly, under no transform and no tracing"
+    return None
 
 
 def _nothing_is_recorded(tensors: tuple[Tensor | None, ...]) -> bool:

@@ -27,6 +27,7 @@ __all__ = [
     "kda_steps_tile",
     "kda_terms_tile",
     "key_too_long",
+    "lacks",
     "parts_tile",
     "row_sum_tile",
     "row_tile",
@@ -83,6 +84,14 @@ def unavailable(x: Tensor) -> str | None:
             f"Triton kernels run on {' and '.join(sorted(TARGETS))} devices, these tensors are on {x.device}"
         )
     return None if HAS_TRITON else "triton is not installed (on an NPU: the extra `ascend`)"
+
+
+def lacks(*operators: str) -> str | None:
+    """Which of these the installed torch_npu is too old for, or None."""
+    import torch_npu  # pyright: ignore[reportMissingImports]
+
+    missing = [name for name in operators if not hasattr(torch_npu, name)]
+    return f"this torch_npu has no {missing[0]}" if missing else None
 
 
 LONGEST_ROW = 8192

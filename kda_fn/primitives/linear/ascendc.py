@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from kda_fn.primitives._kernel import can_be_read, wants_torch_operations
+from kda_fn.primitives._kernel import eager_inference_only
+from kda_fn.primitives._targets import lacks
 from kda_fn.types import W8A8, Float, Tensor
 
 DEVICE = "npu"
@@ -35,15 +36,7 @@ def unsupported(x: Tensor, weight: Tensor | W8A8, bias: Tensor | None = None) ->
         return f"npu_quant_matmul takes axes of up to {LONGEST}, not {longest}"
     if not weight.weight.is_contiguous():
         return "npu_quant_matmul reads the weight as [in, out], the transpose of a contiguous [out, in]"
-    tensors = (x, weight.scale, bias)
-    if torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in tensors):
-        return "npu_dynamic_quant is for inference, and a tensor here requires a gradient"
-    if wants_torch_operations() or not can_be_read(x):
-        return "npu_dynamic_quant is called eagerly, under no transform and no tracing"
-    import torch_npu  # pyright: ignore[reportMissingImports]
-
-    missing = [name for name in OPERATORS if not hasattr(torch_npu, name)]
-    return f"this torch_npu has no {missing[0]}" if missing else None
+    return eager_inference_only(OPERATORS[0], x, weight.scale, bias) or lacks(*OPERATORS)
 
 
 def linear(

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import torch
 
-from kda_fn.primitives._kernel import can_be_read, wants_torch_operations
+from kda_fn.primitives._kernel import eager_inference_only
+from kda_fn.primitives._targets import lacks
 from kda_fn.types import W8A8, Float, Tensor
 
 DEVICE = "npu"
@@ -63,20 +64,17 @@ def unsupported(
         if size not in SIZES[letter]:
             fits = " or ".join(map(str, SIZES[letter]))
             return f"npu_mla_prolog_v3 takes {letter} = {fits}, not {size}"
-    tensors = (x, q_down, q_norm, q_up, k_up, kv_down, kv_norm, cos, sin)
-    if torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in tensors):
-        return "npu_mla_prolog_v3 is for inference, and a tensor here requires a gradient"
-    if wants_torch_operations() or not can_be_read(x):
-        return "npu_mla_prolog_v3 is called eagerly, under no transform and no tracing"
-    return _unavailable(x) or _in_other_layout({"q_down": q_down, "q_up": q_up, "kv_down": kv_down})
+    return (
+        eager_inference_only("npu_mla_prolog_v3", x, q_down, q_norm, q_up, k_up, kv_down, kv_norm, cos, sin)
+        or lacks("npu_mla_prolog_v3", "get_npu_format")
+        or _other_product(x)
+        or _in_other_layout({"q_down": q_down, "q_up": q_up, "kv_down": kv_down})
+    )
 
 
-def _unavailable(x: Tensor) -> str | None:
+def _other_product(x: Tensor) -> str | None:
     import torch_npu  # pyright: ignore[reportMissingImports]
 
-    missing = [name for name in ("npu_mla_prolog_v3", "get_npu_format") if not hasattr(torch_npu, name)]
-    if missing:
-        return f"this torch_npu has no {missing[0]}"
     product = torch_npu.npu.get_device_name(x.device.index)
     if not product.startswith(PRODUCTS):
         return f"npu_mla_prolog_v3 is documented for {', '.join(PRODUCTS)}, this is an {product}"
