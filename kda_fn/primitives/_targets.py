@@ -5,6 +5,8 @@ Tiles follow from the target's capacities, the dtype and the head dims; each row
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 from typing import NamedTuple
@@ -22,6 +24,7 @@ __all__ = [
     "Tile",
     "conv_backward_tile",
     "conv_tile",
+    "in_gluon",
     "kda_gradients_tile",
     "kda_scan_tile",
     "kda_steps_tile",
@@ -84,6 +87,27 @@ def unavailable(x: Tensor) -> str | None:
             f"Triton kernels run on {' and '.join(sorted(TARGETS))} devices, these tensors are on {x.device}"
         )
     return None if HAS_TRITON else "triton is not installed (on an NPU: the extra `ascend`)"
+
+
+PROCESSORS = 132
+"""Of a Hopper GPU."""
+
+
+def in_gluon(K: int, V: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> bool:
+    """Whether KDA's kernels in Gluon serve: in bfloat16 on Hopper, whole tiles, rows copied by 16 bytes."""
+    if q.device.type != "cuda" or K not in (64, 128) or V not in (64, 128):
+        return False
+    if any(x.dtype != torch.bfloat16 for x in (q, k, v)):
+        return False
+    aligned = all(stride % 16 == 0 for x in (q, k, v, g) for stride in x.stride()[:-1])
+    return aligned and _has_gluon() and torch.cuda.get_device_capability(q.device) == (9, 0)
+
+
+@functools.cache
+def _has_gluon() -> bool:
+    # Its names still change: these are of the releases between.
+    version = tuple(int(part) for part in importlib.metadata.version("triton").split(".")[:2])
+    return (3, 6) <= version < (3, 9)
 
 
 def lacks(*operators: str) -> str | None:
@@ -172,9 +196,12 @@ def kda_steps_tile(target: Target, K: int, V: int) -> Tile:
     return Tile(rows, max(1, min(_power_of_two(V), 8192 // rows)), _launch(target, warps=4))
 
 
-def kda_terms_tile(target: Target, dtype: torch.dtype, K: int) -> Tile:
+def kda_terms_tile(target: Target, dtype: torch.dtype, K: int, *, gluon: bool = False) -> Tile:
     """A chunk's own terms: whole rows of K for their lengths, the rest by parts of K."""
     rows = max(16, _power_of_two(K))
+    if gluon:
+        # 32 elements a thread and tile; a row of a part is the 128 bytes that shared memory swizzles.
+        return Tile(rows, 64, _launch(target, warps=4))
     # CUDA: 16 elements a thread and tile, some ten of which are alive beside two matrices of 32.
     return Tile(rows, min(rows, 32), _launch(target, warps=4), _single(target, dtype))
 
@@ -190,9 +217,14 @@ def kda_gradients_tile(target: Target, dtype: torch.dtype, K: int, V: int) -> Ti
     return Tile(part, min(columns, 32), _launch(target, warps=4), _single(target, dtype))
 
 
-def kda_scan_tile(target: Target, dtype: torch.dtype, K: int, V: int) -> Tile:
-    """The scan over chunks: K by a part of V."""
+def kda_scan_tile(target: Target, dtype: torch.dtype, K: int, V: int, *, heads: int | None = None) -> Tile:
+    """The scan over chunks: K by a part of V. With the number of heads, of Gluon's kernels."""
     rows, columns = (max(16, _power_of_two(size)) for size in (K, V))
+    if heads is not None:
+        # Four warps hold 64 columns of V. Two such groups in a program load a head's terms once, and each
+        # computes while the other waits; those of few heads take a processor each.
+        part = 64 if columns == 64 or 2 * heads <= PROCESSORS else 128
+        return Tile(rows, part, _launch(target, warps=part // 16))
     # CUDA: parts of 32 columns make 128 programs of 32 heads, for some 130 processors. At K = 128 a chunk's
     # matrices are 68 KiB of shared memory in half precision, 136 KiB in float32: three sets of the one, of
     # which two are loaded ahead, or one of the other.

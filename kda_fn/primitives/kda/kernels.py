@@ -166,6 +166,7 @@ class Call:
         self.gate = gate
         self.B = len(self.q)
         self.target = _targets.target_of(q)
+        self.gluon = _targets.in_gluon(self.K, self.V, self.q, self.k, self.v, self.g)
 
     def forward(self, final_state: Tensor, o: Tensor) -> None:
         self._steps(final_state, o)
@@ -186,6 +187,8 @@ class Call:
             return None
         d_initial_state, d_q, d_k, d_v, d_g, d_beta = gradients
         d_o = as_batch(d_o, 3)
+        if self.gluon and any(stride % 16 for stride in d_o.stride()[:-1]):
+            d_o = d_o.contiguous()
         # Saved are the inputs alone: a chunk's terms are large, and quick to have again.
         rows = self.q.new_empty(self.B, self.HV, chunks.count, 3, C, dtype=torch.float32)
         terms = self._terms(chunks, rows)
@@ -249,22 +252,23 @@ class Call:
         ]
         return _Chunks(len(table), self._on_device(table), len(sequences), self._on_device(sequences))
 
-    def _terms(self, chunks: _Chunks, rows: Tensor | None = None) -> _Terms:
+    def _terms(self, chunks: _Chunks, kept: Tensor | None = None) -> _Terms:
         """What each chunk does to a state, for all at once."""
         all_chunks = self.B, self.HV, chunks.count
-        q_in, k_in, k_out = (self.q.new_empty(*all_chunks, C, self.K) for _ in range(3))
-        A, Y = (self.q.new_empty(*all_chunks, C, C) for _ in range(2))
+        rows = self.q.new_empty(3, *all_chunks, C, self.K)
+        squares = self.q.new_empty(2, *all_chunks, C, C)
         decay = self.q.new_empty(*all_chunks, self.K, dtype=torch.float32)
-        terms = _Terms(q_in, k_in, k_out, A, Y, decay)
-        tile = _targets.kda_terms_tile(self.target, self.q.dtype, self.K)
-        _of(self.target).chunk_terms[self.target.cube_grid(self.B * self.HV * chunks.count)](
+        terms = _Terms(*rows.unbind(), *squares.unbind(), decay)
+        tile = _targets.kda_terms_tile(self.target, self.q.dtype, self.K, gluon=self.gluon)
+        kernel = _gluon().chunk_terms if self.gluon else _of(self.target).chunk_terms
+        kernel[self._grid(self.B * self.HV * chunks.count)](
             self.q,
             self.k,
             self.g,
             self.beta,
             *self._gate_weights(),
             *terms,
-            rows,
+            kept,
             chunks.table,
             self.B,
             self.T,
@@ -276,7 +280,7 @@ class Call:
             *self._gate_numbers(),
             self.K,
             self.packed,
-            rows is not None,
+            kept is not None,
             *self._gate_kind(),
             tile.precision,
             C,
@@ -304,11 +308,11 @@ class Call:
         e: Tensor | None,
     ) -> None:
         """The chunks of each sequence, one after another; None is not kept."""
-        tile = _targets.kda_scan_tile(self.target, self.q.dtype, self.K, self.V)
-        tasks = self.B * chunks.sequences * self.HV * triton.cdiv(self.V, tile.columns)
-        _chunk_scan[self.target.cube_grid(tasks)](
+        tile, programs = self._scan_tile(chunks)
+        kernel = _gluon().chunk_scan if self.gluon else _chunk_scan
+        kernel[programs](
             self.initial_state,
-            *terms,
+            *self._as_scanned(terms),
             self.v,
             final_state,
             o,
@@ -344,11 +348,11 @@ class Call:
     ) -> Tensor:
         """The state's cotangent at the chunks' ends; and v's."""
         d_states = self.q.new_empty(self.B, self.HV, chunks.count, self.K, self.V)
-        tile = _targets.kda_scan_tile(self.target, self.q.dtype, self.K, self.V)
-        tasks = self.B * chunks.sequences * self.HV * triton.cdiv(self.V, tile.columns)
-        _chunk_scan_back[self.target.cube_grid(tasks)](
+        tile, programs = self._scan_tile(chunks)
+        kernel = _gluon().chunk_scan_back if self.gluon else _chunk_scan_back
+        kernel[programs](
             d_final_state.contiguous(),
-            *terms,
+            *self._as_scanned(terms),
             d_o,
             d_initial_state,
             d_states,
@@ -371,6 +375,19 @@ class Call:
             **tile.launch,
         )
         return d_states
+
+    def _scan_tile(self, chunks: _Chunks) -> tuple[_targets.Tile, tuple[int]]:
+        heads = self.B * chunks.sequences * self.HV
+        dtype = self.q.dtype
+        tile = _targets.kda_scan_tile(self.target, dtype, self.K, self.V, heads=heads if self.gluon else None)
+        return tile, self._grid(heads * triton.cdiv(self.V, tile.columns))
+
+    def _grid(self, tasks: int) -> tuple[int]:
+        """Kernels in Gluon have a program a task."""
+        return (tasks,) if self.gluon else self.target.cube_grid(tasks)
+
+    def _as_scanned(self, terms: _Terms) -> tuple[object, ...]:
+        return _gluon().described(terms) if self.gluon else terms
 
     def _pairs_back(
         self, chunks: _Chunks, e: Tensor, d_v: Tensor, d_o: Tensor
@@ -492,6 +509,11 @@ def _of(target: _targets.Target) -> ModuleType:
     """The kernels that a target has of its own. They call some of those here."""
     folder = "cuda" if target is _targets.CUDA else "ascend"
     return importlib.import_module(f"kda_fn.primitives.kda.{folder}.kernels")
+
+
+def _gluon() -> ModuleType:
+    """The kernels that are written for Hopper alone."""
+    return importlib.import_module("kda_fn.primitives.kda.cuda.gluon")
 
 
 class _Chunks(NamedTuple):
