@@ -58,10 +58,10 @@ class Target(NamedTuple):
         return (min(tasks, self.cube_programs),)
 
 
-# An Ascend core is a program; a CUDA grid may have as many programs as there are tasks, up to Ascend's limit.
+# An Ascend core is a program; a CUDA grid may have as many programs as there are tasks.
 ASCEND910B3 = Target("Ascend910B3", vector_programs=40, cube_programs=20)
 ASCEND910_9382 = Target("Ascend910_9382", vector_programs=48, cube_programs=24)
-CUDA = Target("CUDA", vector_programs=65_535, cube_programs=65_535)
+CUDA = Target("CUDA", vector_programs=65_535, cube_programs=2**31 - 1)
 
 
 def _npu(device: torch.device) -> Target:

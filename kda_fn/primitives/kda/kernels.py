@@ -261,7 +261,7 @@ class Call:
         terms = _Terms(*rows.unbind(), *squares.unbind(), decay)
         tile = _targets.kda_terms_tile(self.target, self.q.dtype, self.K, gluon=self.gluon)
         kernel = _gluon().chunk_terms if self.gluon else _of(self.target).chunk_terms
-        kernel[self._grid(self.B * self.HV * chunks.count)](
+        kernel[self.target.cube_grid(self.B * self.HV * chunks.count)](
             self.q,
             self.k,
             self.g,
@@ -308,9 +308,9 @@ class Call:
         e: Tensor | None,
     ) -> None:
         """The chunks of each sequence, one after another; None is not kept."""
-        tile, programs = self._scan_tile(chunks)
+        tile, tasks = self._scan_tile(chunks)
         kernel = _gluon().chunk_scan if self.gluon else _chunk_scan
-        kernel[programs](
+        kernel[self.target.cube_grid(tasks)](
             self.initial_state,
             *self._as_scanned(terms),
             self.v,
@@ -348,9 +348,9 @@ class Call:
     ) -> Tensor:
         """The state's cotangent at the chunks' ends; and v's."""
         d_states = self.q.new_empty(self.B, self.HV, chunks.count, self.K, self.V)
-        tile, programs = self._scan_tile(chunks)
+        tile, tasks = self._scan_tile(chunks)
         kernel = _gluon().chunk_scan_back if self.gluon else _chunk_scan_back
-        kernel[programs](
+        kernel[self.target.cube_grid(tasks)](
             d_final_state.contiguous(),
             *self._as_scanned(terms),
             d_o,
@@ -376,15 +376,12 @@ class Call:
         )
         return d_states
 
-    def _scan_tile(self, chunks: _Chunks) -> tuple[_targets.Tile, tuple[int]]:
+    def _scan_tile(self, chunks: _Chunks) -> tuple[_targets.Tile, int]:
+        """The tile of a scan, and how many tasks there are."""
         heads = self.B * chunks.sequences * self.HV
-        dtype = self.q.dtype
-        tile = _targets.kda_scan_tile(self.target, dtype, self.K, self.V, heads=heads if self.gluon else None)
-        return tile, self._grid(heads * triton.cdiv(self.V, tile.columns))
-
-    def _grid(self, tasks: int) -> tuple[int]:
-        """Kernels in Gluon have a program a task."""
-        return (tasks,) if self.gluon else self.target.cube_grid(tasks)
+        of_gluon = heads if self.gluon else None
+        tile = _targets.kda_scan_tile(self.target, self.q.dtype, self.K, self.V, heads=of_gluon)
+        return tile, heads * triton.cdiv(self.V, tile.columns)
 
     def _as_scanned(self, terms: _Terms) -> tuple[object, ...]:
         return _gluon().described(terms) if self.gluon else terms

@@ -119,9 +119,9 @@ def chunk_terms(
     token = start + first
     left = length - first
     own = (b * HV + hv) * count + piece
-    q_ptr += b * q_batch + token * q_time + h * q_head
-    k_ptr += b * k_batch + token * k_time + h * k_head
-    g_ptr += b * g_batch + token * g_time + hv * g_head
+    q_at = q_ptr + b * q_batch + token * q_time + h * q_head
+    k_at = k_ptr + b * k_batch + token * k_time + h * k_head
+    g_at = g_ptr + b * g_batch + token * g_time + hv * g_head
 
     queries = gl.allocate_shared_memory(dtype, [PARTS, C, BK], OPERAND)
     keys = gl.allocate_shared_memory(dtype, [PARTS, C, BK], OPERAND)
@@ -132,12 +132,12 @@ def chunk_terms(
     operands = queries, keys, near, next_to, two_apart, three_apart
     # What is read lies where its products will: a thread reads and writes the same elements.
     for part in gl.static_range(PARTS):
-        _copy(queries.index(part), q_ptr + part * BK, q_time, left, C, BK)
-        _copy(keys.index(part), k_ptr + part * BK, k_time, left, C, BK)
+        _copy(queries.index(part), q_at + part * BK, q_time, left, C, BK)
+        _copy(keys.index(part), k_at + part * BK, k_time, left, C, BK)
     async_copy.commit_group()
     if g_ptr.dtype.element_ty == dtype:
         for part in gl.static_range(PARTS):
-            _copy(near.index(part), g_ptr + part * BK, g_time, left, C, BK)
+            _copy(near.index(part), g_at + part * BK, g_time, left, C, BK)
     async_copy.commit_group()
 
     by_row = gl.allocate_shared_memory(gl.float32, [3, N, M], PLAIN)
@@ -186,7 +186,7 @@ def chunk_terms(
         if g_ptr.dtype.element_ty == dtype:
             x = _tokens(near.index(part), M, TOKENS)
         else:
-            x = _load(g_ptr + part * BK, g_time, left, M, BK, TOKENS)
+            x = _load(g_at + part * BK, g_time, left, M, BK, TOKENS)
         reach = _part(
             to, operands, x, by_row, biases, rate, lower_bound, left, part, K, GATE, C, M, BK, TOKENS
         )
@@ -196,7 +196,7 @@ def chunk_terms(
     k_far = gl.allocate_shared_memory(gl.float32, [C, M], PLAIN)
     beyond = gl.allocate_shared_memory(gl.float32, [C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if is_far:
-        inputs = q_ptr, q_time, k_ptr, k_time, g_ptr, g_time
+        inputs = q_at, q_time, k_at, k_time, g_at, g_time
         _far_pairs(
             (q_far, k_far, beyond), inputs, by_row, biases, rate, lower_bound, left, K, GATE, C, M, BK, TOKENS
         )
@@ -389,21 +389,21 @@ def _far_pairs(
     N: gl.constexpr = C // M
     ROWS: gl.constexpr = gl.SliceLayout(2, TOKENS)
     q_far, k_far, beyond = to
-    q_ptr, q_time, k_ptr, k_time, g_ptr, g_time = inputs
+    q_at, q_time, k_at, k_time, g_at, g_time = inputs
     m = gl.expand_dims(gl.arange(0, M, gl.SliceLayout(0, ROWS))[None, :], 2)
     column = gl.arange(0, M, gl.SliceLayout(0, gl.SliceLayout(1, TOKENS)))[None, :]
     of_q = gl.zeros([N, M, M], gl.float32, TOKENS)
     of_k = gl.zeros([N, M, M], gl.float32, TOKENS)
     farthest = gl.zeros([N, M], gl.float32, ROWS)
     for part in range(K // BK):
-        x = _load(g_ptr + part * BK, g_time, left, M, BK, TOKENS)
+        x = _load(g_at + part * BK, g_time, left, M, BK, TOKENS)
         since = _sums(x, biases.index(part), rate, lower_bound, left, GATE, M, TOKENS)
         # Once too far, the rest of a block is: a choice by the tokens before, and by no later one.
         farthest = gl.maximum(farthest, gl.max(gl.associative_scan(gl.abs(since), 1, _larger), 2))
-        q = _load(q_ptr + part * BK, q_time, left, M, BK, TOKENS) * gl.expand_dims(
+        q = _load(q_at + part * BK, q_time, left, M, BK, TOKENS) * gl.expand_dims(
             by_row.index(0).load(ROWS), 2
         )
-        k = _load(k_ptr + part * BK, k_time, left, M, BK, TOKENS) * gl.expand_dims(
+        k = _load(k_at + part * BK, k_time, left, M, BK, TOKENS) * gl.expand_dims(
             by_row.index(1).load(ROWS), 2
         )
         for step in range(M):
@@ -583,7 +583,7 @@ def chunk_scan(
     if KEEP:
         kept = gl.allocate_shared_memory(dtype, [K, BV], OPERAND)
     else:
-        o_ptr += ((b * T + start) * HV + hv) * V + x
+        o_at = o_ptr + ((b * T + start) * HV + hv) * V + x
     for step in range(0, steps):
         slot = step % 2
         _arrive(ready, step)
@@ -603,7 +603,7 @@ def chunk_scan(
             _store_values(
                 o,
                 out,
-                o_ptr + gl.cast((step - 1) * C, gl.int64) * (HV * V),
+                o_at + gl.cast((step - 1) * C, gl.int64) * (HV * V),
                 HV * V,
                 length - (step - 1) * C,
                 step > 0,
@@ -637,7 +637,7 @@ def chunk_scan(
         _store_values(
             o,
             out,
-            o_ptr + gl.cast((steps - 1) * C, gl.int64) * (HV * V),
+            o_at + gl.cast((steps - 1) * C, gl.int64) * (HV * V),
             HV * V,
             length - (steps - 1) * C,
             True,
@@ -693,7 +693,7 @@ def chunk_scan_back(
     queries, keys, writes, pairs, solved, d_outputs, decays = buffers
     out = gl.allocate_shared_memory(dtype, [C, BV], OPERAND)
     kept = gl.allocate_shared_memory(dtype, [K, BV], OPERAND)
-    d_v_ptr += ((b * T + start) * HV + hv) * V + x
+    d_v_at = d_v_ptr + ((b * T + start) * HV + hv) * V + x
 
     state_at = ((b * N + n) * HV + hv) * K * V + x
     dS = gl.load(d_final_state_ptr + state_at + _transposed(K, V, BV, STATE)).to(gl.float32)
@@ -722,7 +722,7 @@ def chunk_scan_back(
         dS = warpgroup_mma(d_o, queries.index(slot), dS, is_async=True)
         dS = warpgroup_mma(low, keys.index(slot), dS, is_async=True)
         dS = warpgroup_mma(high, keys.index(slot), dS, is_async=True)
-        at = d_v_ptr + gl.cast(step * C, gl.int64) * (HV * V)
+        at = d_v_at + gl.cast(step * C, gl.int64) * (HV * V)
         _store_values(d_v, out, at, HV * V, length - step * C, True)
         dS = warpgroup_mma_wait(0, deps=(dS,))
     at = d_initial_state_ptr + state_at + _transposed(K, V, BV, STATE)
