@@ -27,12 +27,16 @@ from kda_fn import (
     KimiLinearConfig,
     MLAConfig,
     MoEConfig,
+    apply_layer_transition,
+    apply_transition,
     attention_residual,
     causal_conv1d,
+    compose_transitions,
     cu_seqlens_of,
     decode_step,
     explain,
     gated_rms_norm,
+    identity_transition,
     init_attention_residual,
     init_kimi_delta_attention,
     init_kimi_linear,
@@ -45,15 +49,18 @@ from kda_fn import (
     kda,
     kda_gate,
     kda_step,
+    kda_transition,
     kimi_delta_attention,
     kimi_linear,
     l2_norm,
+    layer_transition,
     lengths_of,
     linear,
     mla,
     moe,
     pack,
     pad,
+    parallel_kda,
     quantize,
     quantize_layer,
     quantize_tokens,
@@ -239,6 +246,22 @@ def run_layer(
     return called(kimi_delta_attention, params, state, x, config=config, cu_seqlens=cu_seqlens, impl=impl)
 
 
+def run_transitions(batch: tuple[int, ...], T: int) -> Any:
+    """Segments as maps, of the memory and of the layer."""
+    S, k = rand(*batch, HV, K, V), rand(*batch, T, H, K)
+    v, g, beta = rand(*batch, T, HV, V), -rand(*batch, T, HV, K), rand(*batch, T, HV) / 2
+    step = called(kda_transition, k, v, g, beta, chunk_size=4)
+    whole = called(compose_transitions, step, called(identity_transition, S))
+    params: Any = init_kimi_delta_attention(CONFIG, generator=torch.Generator().manual_seed(0))
+    state: Any = optree.tree_map(lambda x: x + 1, init_state(CONFIG, batch))
+    skipped = called(layer_transition, params, rand(*batch, T, D), config=CONFIG)
+    return (
+        called(apply_transition, whole, S),
+        called(parallel_kda, S, k, k, v, g, beta, segments=3),
+        called(apply_layer_transition, params, skipped, state, config=CONFIG),
+    )
+
+
 def run_lm(batch: tuple[int, ...], T: int, lengths: list[int], impl: Any) -> Any:
     """The language model on some tokens; with lengths, packed."""
     params = called(init_kimi_linear, LM, generator=torch.Generator().manual_seed(0))
@@ -325,6 +348,8 @@ for (n, config), i in product(CONFIGS.items(), IMPLS):
         case(f"layer {n} {b} T={t} {i}", partial(run_layer, config, b, t, [], i, torch.float32))
     for d in (torch.float32, torch.bfloat16, torch.float64):
         case(f"layer {n} packed {d} {i}", partial(run_layer, config, (2,), 8, PACKINGS["some"], i, d))
+for b, t in product(BATCHES, LENGTHS):
+    case(f"transitions {b} T={t}", partial(run_transitions, b, t))
 for b, t, i in product(BATCHES, (0, 1, 9), IMPLS):
     case(f"kimi_linear {b} T={t} {i}", partial(run_lm, b, t, [], i))
 for i in IMPLS:

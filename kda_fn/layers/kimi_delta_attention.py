@@ -16,6 +16,8 @@ Source: Kimi Linear, arXiv:2510.26692.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,7 +30,18 @@ from kda_fn.primitives.gated_rms_norm import gated_rms_norm
 from kda_fn.primitives.linear import linear
 from kda_fn.types import CuSeqlens, Float, Impl, KDAConfig, KDAParams, KDAState, Tensor
 
-__all__ = ["init_kimi_delta_attention", "init_state", "kimi_delta_attention"]
+__all__ = [
+    "LayerInputs",
+    "apply_kda_layer",
+    "check_params_and_state",
+    "check_shapes_and_dtypes",
+    "heads_of",
+    "init_kimi_delta_attention",
+    "init_state",
+    "kimi_delta_attention",
+    "layer_inputs",
+    "memory_options",
+]
 
 
 def kimi_delta_attention(
@@ -70,37 +83,79 @@ def apply_kda_layer(
     config: KDAConfig,
     cu_seqlens: tuple[int, ...] | None,
     impl: Impl | None,
+    *,
+    conv: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    memory: Callable[..., tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[KDAState, Float[Tensor, "*B T D"]]:
-    """`kimi_delta_attention` of what has been checked."""
-    H, HV, K, V = config.H, config.HV, config.K, config.V
-
-    # Under autocast a projection leaves x's dtype; the state must not.
-    qkv = linear(x, params.qkv, impl=impl).to(x.dtype)
-    R = params.decay.shape[1]
-    decay, beta, gate = linear(x, params.gates, impl=impl).tensor_split([R, R + HV], -1)
-    conv_state, qkv = causal_conv1d(state.conv_state, qkv, params.conv, cu_seqlens=cu_seqlens, impl=impl)
-    q, k, v = qkv.split([H * K, H * K, HV * V], -1)
-    recurrent_state, o = fused_kda(
+    """`kimi_delta_attention` of what has been checked; `conv` and `memory` stand in for `causal_conv1d` and
+    `fused_kda`, the two that reach from token to token."""
+    inputs = layer_inputs(params, x, config, impl)
+    conv = conv or causal_conv1d
+    conv_state, qkv = conv(state.conv_state, inputs.qkv, params.conv, cu_seqlens=cu_seqlens, impl=impl)
+    q, k, v = heads_of(qkv, config)
+    memory = memory or fused_kda
+    recurrent_state, o = memory(
         state.recurrent_state,
-        q.unflatten(-1, (H, K)),
-        k.unflatten(-1, (H, K)),
-        v.unflatten(-1, (HV, V)),
-        linear(decay, params.decay, impl=impl).unflatten(-1, (HV, K)),
-        beta,
+        q,
+        k,
+        v,
+        inputs.raw,
+        inputs.beta,
         params.A_log,
         params.dt_bias,
-        lower_bound=config.lower_bound,
-        allow_neg_eigval=config.allow_neg_eigval,
-        chunk_size=config.chunk_size,
         cu_seqlens=cu_seqlens,
-        impl=impl,
+        **memory_options(config, impl),
     )
+    gate = inputs.gate
     if config.output_gate == "low_rank":
         bias = params.output_gate_bias if params.output_gate_bias.numel() else None
         gate = linear(gate, params.output_gate, bias, impl=impl)
-    o = gated_rms_norm(o, gate.unflatten(-1, (HV, V)), params.norm, eps=config.norm_eps, impl=impl)
+    gate = gate.unflatten(-1, (config.HV, config.V))
+    o = gated_rms_norm(o, gate, params.norm, eps=config.norm_eps, impl=impl)
     y = linear(o.flatten(-2), params.out, impl=impl)
     return KDAState(conv_state, recurrent_state), y.to(x.dtype)
+
+
+class LayerInputs(NamedTuple):
+    """What a layer projects from x, token by token."""
+
+    qkv: Float[Tensor, "*B T P"]
+    """Before the convolution."""
+    raw: Float[Tensor, "*B T HV K"]
+    """Logits of the decay."""
+    beta: Float[Tensor, "*B T HV"]
+    """Before its sigmoid."""
+    gate: Float[Tensor, "*B T G"]
+    """Logits of the output gate, or the channels of its low rank."""
+
+
+def layer_inputs(
+    params: KDAParams, x: Float[Tensor, "*B T D"], config: KDAConfig, impl: Impl | None
+) -> LayerInputs:
+    """The projections of x: all of the layer's but those of what these make."""
+    # Under autocast a projection leaves x's dtype; the state must not.
+    qkv = linear(x, params.qkv, impl=impl).to(x.dtype)
+    R = params.decay.shape[1]
+    decay, beta, gate = linear(x, params.gates, impl=impl).tensor_split([R, R + config.HV], -1)
+    raw = linear(decay, params.decay, impl=impl).unflatten(-1, (config.HV, config.K))
+    return LayerInputs(qkv, raw, beta, gate)
+
+
+def heads_of(qkv: Float[Tensor, "*B T P"], config: KDAConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v by heads."""
+    H, HV, K, V = config.H, config.HV, config.K, config.V
+    q, k, v = qkv.split([H * K, H * K, HV * V], -1)
+    return q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V))
+
+
+def memory_options(config: KDAConfig, impl: Impl | None) -> dict[str, Any]:
+    """The options of the layer's `fused_kda`, but its packing."""
+    return {
+        "lower_bound": config.lower_bound,
+        "allow_neg_eigval": config.allow_neg_eigval,
+        "chunk_size": config.chunk_size,
+        "impl": impl,
+    }
 
 
 def init_kimi_delta_attention(
