@@ -4,6 +4,16 @@ A stateful function takes the state first and returns `(new_state, output)`. Pre
 prompt, decode the same function over one token; the loop, and the state, are yours.
 """
 
+from kda_fn.distributed import (
+    context_lengths,
+    distributed_kda,
+    distributed_kimi_delta_attention,
+    distributed_kimi_linear,
+    gather_heads,
+    gather_states,
+    join_heads,
+    shard_heads,
+)
 from kda_fn.layers.attention_residual import (
     AttentionResidualParams,
     attention_residual,
@@ -68,10 +78,16 @@ __all__ = [
     "attention_residual",
     "causal_conv1d",
     "compose_transitions",
+    "context_lengths",
     "cu_seqlens_of",
     "decode_step",
+    "distributed_kda",
+    "distributed_kimi_delta_attention",
+    "distributed_kimi_linear",
     "explain",
     "gated_rms_norm",
+    "gather_heads",
+    "gather_states",
     "identity_transition",
     "init_attention_residual",
     "init_kimi_delta_attention",
@@ -82,6 +98,7 @@ __all__ = [
     "init_moe",
     "init_state",
     "init_swiglu",
+    "join_heads",
     "kda",
     "kda_gate",
     "kda_step",
@@ -103,5 +120,6 @@ __all__ = [
     "residual_gated_rms_norm",
     "sample",
     "scan",
+    "shard_heads",
     "swiglu",
 ]

@@ -32,10 +32,16 @@ from kda_fn import (
     attention_residual,
     causal_conv1d,
     compose_transitions,
+    context_lengths,
     cu_seqlens_of,
     decode_step,
+    distributed_kda,
+    distributed_kimi_delta_attention,
+    distributed_kimi_linear,
     explain,
     gated_rms_norm,
+    gather_heads,
+    gather_states,
     identity_transition,
     init_attention_residual,
     init_kimi_delta_attention,
@@ -46,6 +52,7 @@ from kda_fn import (
     init_moe,
     init_state,
     init_swiglu,
+    join_heads,
     kda,
     kda_gate,
     kda_step,
@@ -67,6 +74,7 @@ from kda_fn import (
     residual_gated_rms_norm,
     sample,
     scan,
+    shard_heads,
     swiglu,
 )
 from kda_fn.primitives.fused_kda import fused_kda
@@ -253,12 +261,30 @@ def run_transitions(batch: tuple[int, ...], T: int) -> Any:
     step = called(kda_transition, k, v, g, beta, chunk_size=4)
     whole = called(compose_transitions, step, called(identity_transition, S))
     params: Any = init_kimi_delta_attention(CONFIG, generator=torch.Generator().manual_seed(0))
-    state: Any = optree.tree_map(lambda x: x + 1, init_state(CONFIG, batch))
+    empty: Any = init_state(CONFIG, batch)
+    state = optree.tree_map(lambda x: x + 1, empty)
     skipped = called(layer_transition, params, rand(*batch, T, D), config=CONFIG)
     return (
         called(apply_transition, whole, S),
         called(parallel_kda, S, k, k, v, g, beta, segments=3),
         called(apply_layer_transition, params, skipped, state, config=CONFIG),
+    )
+
+
+def run_alone(batch: tuple[int, ...], T: int) -> Any:
+    """What is distributed, on one rank; cut in two and joined."""
+    S, k, v = rand(*batch, HV, K, V), rand(*batch, T, H, K), rand(*batch, T, HV, V)
+    layer: Any = init_kimi_delta_attention(CONFIG), init_state(CONFIG, batch)
+    model: Any = init_kimi_linear(LM), init_kimi_linear_state(LM, batch)
+    tokens = torch.arange(T).remainder(LM.vocab_size).expand(*batch, T)
+    shards = [called(shard_heads, layer, rank, 2, config=CONFIG) for rank in (0, 1)]
+    lengths = called(context_lengths, T, 1)
+    return (
+        called(distributed_kda, S, k, k, v, -rand(*batch, T, HV, K), rand(*batch, T, HV), lengths=lengths),
+        called(distributed_kimi_delta_attention, *layer, rand(*batch, T, D), config=CONFIG, lengths=lengths),
+        called(distributed_kimi_linear, *model, tokens, config=LM, lengths=lengths),
+        called(gather_states, called(gather_heads, layer, config=CONFIG)),
+        called(join_heads, shards, config=CONFIG),
     )
 
 
@@ -350,6 +376,7 @@ for (n, config), i in product(CONFIGS.items(), IMPLS):
         case(f"layer {n} packed {d} {i}", partial(run_layer, config, (2,), 8, PACKINGS["some"], i, d))
 for b, t in product(BATCHES, LENGTHS):
     case(f"transitions {b} T={t}", partial(run_transitions, b, t))
+    case(f"alone {b} T={t}", partial(run_alone, b, t))
 for b, t, i in product(BATCHES, (0, 1, 9), IMPLS):
     case(f"kimi_linear {b} T={t} {i}", partial(run_lm, b, t, [], i))
 for i in IMPLS:

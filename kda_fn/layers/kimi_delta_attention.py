@@ -33,6 +33,7 @@ from kda_fn.types import CuSeqlens, Float, Impl, KDAConfig, KDAParams, KDAState,
 __all__ = [
     "LayerInputs",
     "apply_kda_layer",
+    "check_layer",
     "check_params_and_state",
     "check_shapes_and_dtypes",
     "heads_of",
@@ -71,8 +72,7 @@ def kimi_delta_attention(
     Raises ValueError or TypeError for an argument that does not fit, before any work; NotImplementedError for
     a named impl that cannot serve.
     """
-    cu_seqlens = _check_layer(params, state, x, config, cu_seqlens)
-    check_impl("kimi_delta_attention", impl)
+    cu_seqlens = check_layer("kimi_delta_attention", params, state, x, config, cu_seqlens, impl)
     return apply_kda_layer(params, state, x, config, cu_seqlens, impl)
 
 
@@ -215,11 +215,16 @@ def init_state(
     )
 
 
-def _check_layer(
-    params: KDAParams, state: KDAState, x: Tensor, config: KDAConfig, cu_seqlens: CuSeqlens | None
+def check_layer(
+    caller: str,
+    params: KDAParams,
+    state: KDAState,
+    x: Tensor,
+    config: KDAConfig,
+    cu_seqlens: CuSeqlens | None,
+    impl: Impl | None,
 ) -> tuple[int, ...] | None:
-    """That params, state, x and config belong together; returns cu_seqlens, read once for what follows."""
-    caller = "kimi_delta_attention"
+    """That all arguments of the layer belong together; returns cu_seqlens, read once for what follows."""
     _check.instance(caller, "config", config, KDAConfig)
     check_params_and_state(caller, params, state)
     _check.floating(caller, {"x": x, **_check.leaves("params", params), **_check.leaves("state", state)})
@@ -228,6 +233,7 @@ def _check_layer(
     if cu_seqlens is not None:
         cu_seqlens = ragged.offsets(cu_seqlens, x.shape[-2])
     check_shapes_and_dtypes(caller, params, state, config, "x", x, x.shape[:-1], cu_seqlens)
+    check_impl(caller, impl)
     return cu_seqlens
 
 

@@ -16,7 +16,7 @@ Source: Kimi Linear, arXiv:2510.26692; attention residuals, arXiv:2603.15031.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -58,6 +58,8 @@ __all__ = [
     "KimiLinearConfig",
     "KimiLinearParams",
     "KimiLinearState",
+    "apply_kimi_linear",
+    "check_kimi_linear",
     "init_kimi_linear",
     "init_kimi_linear_state",
     "kimi_linear",
@@ -65,6 +67,7 @@ __all__ = [
 ]
 
 KimiLinearState: TypeAlias = tuple[KDAState | MLAState, ...]
+KDALayer: TypeAlias = Callable[..., tuple[KDAState, Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +185,20 @@ def kimi_linear(
 
     Raises ValueError or TypeError for an argument that does not fit, before any work.
     """
-    caller = "kimi_linear"
+    cu_seqlens = check_kimi_linear("kimi_linear", params, state, tokens, config, cu_seqlens, impl)
+    return apply_kimi_linear(params, state, tokens, config, cu_seqlens, impl)
+
+
+def check_kimi_linear(
+    caller: str,
+    params: KimiLinearParams,
+    state: KimiLinearState,
+    tokens: Tensor,
+    config: KimiLinearConfig,
+    cu_seqlens: CuSeqlens | None,
+    impl: Impl | None,
+) -> tuple[int, ...] | None:
+    """That all arguments of the model belong together; returns cu_seqlens, read once for what follows."""
     _check_trees(caller, params, state, config)
     if not isinstance(tokens, Tensor):
         raise TypeError(f"{caller}: tokens must be a tensor, got {type(tokens).__name__}")
@@ -192,8 +208,21 @@ def kimi_linear(
         raise ValueError(f"{caller}: tokens has shape {tuple(tokens.shape)}, expected [*B T]")
     cu_seqlens = _check_tensors(caller, params, state, {"tokens": tokens}, config, cu_seqlens, tokens.shape)
     check_impl(caller, impl)
+    return cu_seqlens
+
+
+def apply_kimi_linear(
+    params: KimiLinearParams,
+    state: KimiLinearState,
+    tokens: Tensor,
+    config: KimiLinearConfig,
+    cu_seqlens: tuple[int, ...] | None,
+    impl: Impl | None,
+    kda_layer: KDALayer = apply_kda_layer,
+) -> tuple[KimiLinearState, Float[Tensor, "*B T vocab"]]:
+    """`kimi_linear` of what has been checked; `kda_layer` stands in for `apply_kda_layer`."""
     new_state, h = [], F.embedding(tokens, params.embedding)
-    for block_state, stream in _blocks(params, state, h, config, cu_seqlens, impl):
+    for block_state, stream in _blocks(params, state, h, config, cu_seqlens, impl, kda_layer):
         new_state.append(block_state)
         h = stream
     head = params.embedding if config.tie_embeddings else params.head
@@ -229,13 +258,14 @@ def _blocks(
     config: KimiLinearConfig,
     cu_seqlens: tuple[int, ...] | None,
     impl: Impl | None,
+    kda_layer: KDALayer = apply_kda_layer,
 ) -> Iterator[tuple[KDAState | MLAState, Float[Tensor, "*B T D"]]]:
     completed: tuple[Tensor, ...] = ()
     for i, (block, block_state) in enumerate(zip(params.blocks, state, strict=True)):
         x = _norm(_mixed(block.attention_residual, completed, h, config), block.attention_norm, config)
         if isinstance(block_state, KDAState):
             assert isinstance(block.attention, KDAParams)
-            block_state, y = apply_kda_layer(block.attention, block_state, x, config.kda, cu_seqlens, impl)
+            block_state, y = kda_layer(block.attention, block_state, x, config.kda, cu_seqlens, impl)
         else:
             assert isinstance(block.attention, MLAParams) and config.mla is not None
             block_state, y = apply_mla(block.attention, block_state, x, config.mla, cu_seqlens, impl)

@@ -1,0 +1,690 @@
+"""KDA over several devices, on torch.distributed: time cut among them, heads cut, or both.
+
+Context parallel: rank r holds the tokens of one slice of time. What the others need of it is its map, two
+matrices a head, and the last W-1 inputs of its convolution, however many tokens it has:
+
+    A_r, B_r = kda_transition(slice r)              sent to all
+    S_r      = (A_{r-1} ∘ .. ∘ A_0)(S_0)            the state that reaches rank r
+    o_r      = kda(S_r, slice r)
+
+Head parallel: rank r of n holds H/n key heads and HV/n value heads, its rows of the parameters and its part
+of the states. All ranks hold all of x and of y, which is one sum over them, after the output product.
+
+A `DeviceMesh` says who holds what: its axis "context" cuts time, its axis "heads" cuts heads, any other is
+the caller's. Without a mesh, or where an axis has one rank, nothing is sent and nothing need be initialised.
+
+Derivatives are sent too. All ranks must take that of some output of the same calls, those without tokens too.
+
+    over "context"   the objective is the SUM of what the ranks differentiate, and each rank's gradient of a
+                     parameter or state is its share: sum them over the ranks, as in data parallelism
+    over "heads"     all ranks differentiate the SAME objective; each has the whole gradient of x and of all
+                     that every rank holds, and that of its own heads of the rest
+
+Reverse mode of any order goes through, by torch.func.grad too, and vmap. Forward mode and functionalize do
+not: NotImplementedError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, TypeVar
+
+import optree
+import torch
+import torch.distributed as dist
+from torch.autograd import Function
+from torch.distributed.device_mesh import DeviceMesh
+
+from kda_fn import _check, ragged
+from kda_fn.layers.kimi_delta_attention import apply_kda_layer, check_layer
+from kda_fn.layers.kimi_linear import (
+    KimiLinearConfig,
+    KimiLinearParams,
+    KimiLinearState,
+    apply_kimi_linear,
+    check_kimi_linear,
+)
+from kda_fn.primitives._kernel import wants_torch_operations
+from kda_fn.primitives.causal_conv1d import causal_conv1d
+from kda_fn.primitives.fused_kda import fused_kda
+from kda_fn.primitives.kda import check_kda, kda
+from kda_fn.transition import Transition, apply_transition, transition_by
+from kda_fn.types import W8A8, CuSeqlens, Float, Impl, KDAConfig, KDAParams, KDAState, Tensor
+
+Tree = TypeVar("Tree")
+Arrive = Callable[[Tensor, int, Iterable[int]], Tensor]
+"""arrive(state, n, ranks): the state of sequence n after the tokens of those ranks."""
+
+__all__ = [
+    "context_lengths",
+    "distributed_kda",
+    "distributed_kimi_delta_attention",
+    "distributed_kimi_linear",
+    "gather_heads",
+    "gather_states",
+    "join_heads",
+    "shard_heads",
+]
+
+
+# Collectives: pure functions, each the adjoint of its neighbour
+
+
+def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    # The calls on lists are those that every backend and every version has.
+    gathered = x.new_empty((group.size(), *x.shape))
+    dist.all_gather(list(gathered.unbind(0)), x.contiguous(), group=group)
+    return gathered
+
+
+def _mapped(info: Any, in_dim: int | None, x: Tensor, axis: int) -> Tensor:
+    """x with the mapped axis at `axis`, also where it has none: other ranks' messages may have it."""
+    if in_dim is None:
+        return x.unsqueeze(axis).expand(*x.shape[:axis], info.batch_size, *x.shape[axis:])
+    return x.movedim(in_dim, axis)
+
+
+class _Gather(Function):
+    """x of all ranks, stacked on a new first axis; `through` as it is.
+
+    Ranks differ in what they use of x, and a rank that used nothing would not come to the backward's
+    communication: what its outputs are certainly made of goes through this node too.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, through: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        return _all_gather(x, group), through.view_as(through)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.group = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        return *_Scatter.apply(*cotangents, ctx.group), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        x, through, group = args
+        return _Gather.apply(_mapped(info, in_dims[0], x, 0), through, group), (1, in_dims[1])
+
+
+class _Scatter(Function):
+    """Row r of the sum of all ranks' x; `through` as it is."""
+
+    @staticmethod
+    def forward(x: Tensor, through: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        own = x.new_empty(x.shape[1:])
+        dist.reduce_scatter(own, list(x.contiguous().unbind(0)), group=group)
+        return own, through.view_as(through)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.group = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        return *_Gather.apply(*cotangents, ctx.group), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        x, through, group = args
+        return _Scatter.apply(_mapped(info, in_dims[0], x, 1), through, group), (0, in_dims[1])
+
+
+class _Enter(Function):
+    """What all ranks hold, where each goes on to use it for heads of its own: its gradient is their sum."""
+
+    @staticmethod
+    def forward(group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.group = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        return None, *_Leave.apply(ctx.group, *cotangents)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        return _Enter.apply(*args), in_dims[1:]
+
+
+class _Leave(Function):
+    """The sums over the ranks, of which each holds all."""
+
+    @staticmethod
+    def forward(group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+        sums = tuple(x.clone(memory_format=torch.contiguous_format) for x in tensors)
+        for total in sums:
+            dist.all_reduce(total, group=group)
+        return sums
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.group = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        return None, *_Enter.apply(ctx.group, *cotangents)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        return _Leave.apply(*args), in_dims[1:]
+
+
+# Who holds what
+
+
+def context_lengths(T: int, ranks: int) -> tuple[int, ...]:
+    """How many of T tokens each rank holds, as equal as can be; the first ranks hold the odd ones.
+
+    Raises ValueError for a T below 0 or fewer ranks than one.
+    """
+    _check.positive_integer("context_lengths", "ranks", ranks)
+    if not isinstance(T, int) or T < 0:
+        raise ValueError(f"context_lengths: T must be an integer of at least 0, got {T!r}")
+    return tuple(T // ranks + (rank < T % ranks) for rank in range(ranks))
+
+
+def _axis(caller: str, mesh: DeviceMesh | None, name: str) -> dist.ProcessGroup | None:
+    """The group of this rank along an axis of the mesh; None where it is alone."""
+    if mesh is None:
+        return None
+    _check.instance(caller, "mesh", mesh, DeviceMesh)
+    names = mesh.mesh_dim_names or ()
+    if not {"context", "heads"} & set(names):
+        raise ValueError(f'{caller}: mesh must have an axis "context" or "heads", its axes are {names}')
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"{caller}: mesh must hold this rank, it holds {mesh.mesh.tolist()}")
+    if name not in names or mesh.size(names.index(name)) == 1:
+        return None
+    return mesh.get_group(name)
+
+
+def _tokens(caller: str, name: str, x: object, spec: str) -> int:
+    """T of a tensor with those axes."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{caller}: {name} must be a tensor, got {type(x).__name__}")
+    sizes = _check.shapes(caller, {name: (x, spec)})["T"]
+    assert isinstance(sizes, int)
+    return sizes
+
+
+class _Context(NamedTuple):
+    """Where this rank's slice lies among all tokens; every field is static."""
+
+    group: dist.ProcessGroup
+    rank: int
+    edges: tuple[int, ...]
+    """Rank r holds tokens [edges[r], edges[r+1])."""
+    bounds: tuple[int, ...]
+    """Of all sequences: [0, T] where there is no packing."""
+    packed: bool
+
+    @property
+    def slice(self) -> tuple[int, int]:
+        return self.edges[self.rank], self.edges[self.rank + 1]
+
+    @property
+    def cu_seqlens(self) -> tuple[int, ...] | None:
+        """The packing of this slice: every sequence, most of them without tokens here."""
+        start, stop = self.slice
+        return tuple(min(max(b, start), stop) - start for b in self.bounds) if self.packed else None
+
+    def open_at(self, position: int) -> int | None:
+        """The sequence with tokens on both sides; a single one may go on at either end."""
+        if not self.packed:
+            return 0
+        inside = (n for n, (start, stop) in enumerate(pairwise(self.bounds)) if start < position < stop)
+        return next(inside, None)
+
+    @property
+    def tail(self) -> tuple[int, int]:
+        """The local tokens of the sequence that goes on to the next rank."""
+        start, stop = self.slice
+        n = self.open_at(stop)
+        return (stop if n is None else max(start, self.bounds[n])) - start, stop - start
+
+    def ranks_before(self, n: int) -> range:
+        """The ranks that hold sequence n up to this slice."""
+        first = sum(edge <= self.bounds[n] for edge in self.edges[1:]) if self.packed else 0
+        return range(min(first, self.rank), self.rank)
+
+    def tokens(self, n: int, rank: int) -> int:
+        """How many tokens of sequence n a rank holds."""
+        start, stop = self.edges[rank : rank + 2]
+        return max(0, min(stop, self.bounds[n + 1]) - max(start, self.bounds[n]))
+
+    @property
+    def ends_here(self) -> list[bool]:
+        """Of each sequence whether its last token is here; one of no tokens ends on the first rank it can."""
+        ends = (sum(edge < stop for edge in self.edges[1:]) for stop in self.bounds[1:])
+        return [end == self.rank for end in ends]
+
+    def enter(
+        self, states: Tensor, axis: int, arrive: Callable[[Tensor, int, Iterable[int]], Tensor]
+    ) -> Tensor:
+        """The states with which this slice is begun: `arrive(state, n, ranks)` is that of sequence n after
+        the ranks' tokens."""
+        n = self.open_at(self.slice[0])
+        if n is None:
+            return states
+        if not self.packed:
+            return arrive(states, n, self.ranks_before(n))
+        row = arrive(states.select(axis, n), n, self.ranks_before(n)).unsqueeze(axis)
+        after = states.shape[axis] - n - 1
+        return torch.cat([states.narrow(axis, 0, n), row, states.narrow(axis, n + 1, after)], axis)
+
+    def leave(self, states: Tensor, axis: int, final: Tensor, arrive: Arrive) -> Tensor:
+        """The states to return: of one sequence the last one, alike on every rank; of packed ones `final`,
+        zeros where a sequence ends elsewhere."""
+        if not self.packed:
+            return arrive(states, 0, range(len(self.edges) - 1))
+        ends = torch.tensor(self.ends_here, device=final.device)
+        return torch.where(ends.reshape(-1, *[1] * (-axis - 1)), final, 0)
+
+
+def _context(
+    caller: str,
+    mesh: DeviceMesh | None,
+    T: int,
+    lengths: Sequence[int] | None,
+    cu_seqlens: CuSeqlens | None,
+) -> _Context | None:
+    """Checked; None where one rank holds all of time."""
+    group = _axis(caller, mesh, "context")
+    ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+    lengths = (T,) * ranks if lengths is None else tuple(lengths)
+    if not all(isinstance(n, int) and n >= 0 for n in lengths) or len(lengths) != ranks:
+        raise ValueError(f"{caller}: lengths must be the tokens of each of {ranks} ranks, got {lengths}")
+    if lengths[rank] != T:
+        raise ValueError(f"{caller}: lengths says {lengths[rank]} tokens of rank {rank}, it holds T = {T}")
+    edges = tuple(accumulate(lengths, initial=0))
+    bounds = (0, edges[-1]) if cu_seqlens is None else ragged.offsets(cu_seqlens, edges[-1])
+    if group is None:
+        return None
+    if wants_torch_operations():
+        raise NotImplementedError(f"{caller}: no forward mode or functionalize goes through a collective")
+    return _Context(group, rank, edges, bounds, cu_seqlens is not None)
+
+
+# Context parallelism
+
+
+def _context_conv(
+    context: _Context, conv_state: Tensor, x: Tensor, weight: Tensor, *, cu_seqlens: Any, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """`causal_conv1d` of a slice; cu_seqlens is the slice's."""
+    W_1, T = conv_state.shape[-2], x.shape[-2]
+    if W_1 == 0:
+        return causal_conv1d(conv_state, x, weight, cu_seqlens=cu_seqlens, **options)
+    kept = min(W_1, T)
+    last = x.narrow(-2, T - kept, kept)
+    missing = last.new_zeros(*x.shape[:-2], W_1 - kept, x.shape[-1])
+    gathered, x = _Gather.apply(torch.cat([missing, last], -2), x, context.group)
+    rows = gathered.movedim(0, -3).flatten(-3, -2)
+
+    def arrive(window: Tensor, n: int, ranks: Iterable[int]) -> Tensor:
+        order = list(range(W_1))
+        for rank in ranks:
+            stop = (rank + 2) * W_1
+            order += range(stop - min(W_1, context.tokens(n, rank)), stop)
+        return ragged.take(torch.cat([window, rows], -2), order[-W_1:], -2)
+
+    entered = context.enter(conv_state, -3, arrive)
+    final, y = causal_conv1d(entered, x, weight, cu_seqlens=cu_seqlens, **options)
+    return context.leave(conv_state, -3, final, arrive), _made_of(y, x, entered, weight)
+
+
+def _made_of(y: Tensor, x: Tensor, *others: Tensor) -> Tensor:
+    """y; of no tokens x, which is like it, and formally all others: its derivative reaches the collectives,
+    and is mapped by vmap, as on ranks that have tokens."""
+    return y if y.numel() else x + torch.stack([other.sum().to(x.dtype) for other in others]).sum()
+
+
+def _context_memory(
+    context: _Context,
+    memory: Callable[..., tuple[Tensor, Tensor]],
+    initial_state: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *weights: Tensor,
+    cu_seqlens: Any,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """`kda` or `fused_kda` of a slice; cu_seqlens is the slice's."""
+    start, stop = context.tail
+    tail = [x.narrow(-3, start, stop - start) for x in (k, v, g)]
+    tail.append(beta.narrow(-2, start, stop - start))
+    own = transition_by(memory, *tail, *weights, **options)
+    gathered, v = _Gather.apply(torch.cat(own, -1), v, context.group)
+    maps = [Transition(*x.split([k.shape[-1], v.shape[-1]], -1)) for x in gathered.unbind(0)]
+
+    def arrive(state: Tensor, n: int, ranks: Iterable[int]) -> Tensor:
+        for rank in ranks:
+            state = apply_transition(maps[rank], state)
+        return state
+
+    entered = context.enter(initial_state, -4, arrive)
+    final, o = memory(entered, q, k, v, g, beta, *weights, cu_seqlens=cu_seqlens, **options)
+    return context.leave(initial_state, -4, final, arrive), _made_of(o, v, entered, q, k, g, beta)
+
+
+def distributed_kda(
+    initial_state: Float[Tensor, "*S HV K V"],
+    q: Float[Tensor, "*B T H K"],
+    k: Float[Tensor, "*B T H K"],
+    v: Float[Tensor, "*B T HV V"],
+    g: Float[Tensor, "*B T HV K"],
+    beta: Float[Tensor, "*B T HV"],
+    *,
+    mesh: DeviceMesh | None = None,
+    lengths: Sequence[int] | None = None,
+    cu_seqlens: CuSeqlens | None = None,
+    scale: float | None = None,
+    lower_bound: float | None = None,
+    chunk_size: int = 64,
+    impl: Impl | None = None,
+) -> tuple[Float[Tensor, "*S HV K V"], Float[Tensor, "*B T HV V"]]:
+    """`kda` of this rank's slice of time, from the state that the ranks before it arrive at.
+
+    Heads need no word: what is cut by heads is independent.
+
+    Parameters
+    ----------
+    initial_state : before rank 0's first token, the same on every rank. With cu_seqlens [*B N HV K V], all N.
+    q, k, v, g, beta : of this rank's T tokens, T >= 0.
+    mesh : with an axis "context"; None: this rank is alone.
+    lengths : tokens of each rank of the axis (`context_lengths`); None: all hold as many as this one.
+    cu_seqlens : [N+1], of all ranks' tokens together; sequences may begin and end anywhere.
+    all others : as of `kda`.
+
+    Returns
+    -------
+    final_state, o : o is of this rank's tokens. The state is that after the last rank's last token, on every
+        rank; with cu_seqlens row n is the final state of sequence n on the rank where that ends, zeros on all
+        others (`gather_states`).
+
+    Raises
+    ------
+    ValueError, TypeError : as `kda`, and for a mesh or lengths that do not fit. Other ranks then wait for
+        this one until their group's timeout.
+    NotImplementedError : as `kda`; forward mode and functionalize.
+    """
+    caller = "distributed_kda"
+    options: dict[str, Any] = {"scale": scale, "lower_bound": lower_bound, "chunk_size": chunk_size}
+    tensors = initial_state, q, k, v, g, beta
+    T = _tokens(caller, "q", q, "*B T H K")
+    context = _context(caller, mesh, T, lengths, cu_seqlens)
+    local = cu_seqlens if context is None else context.cu_seqlens
+    check_kda(caller, "g", *tensors, cu_seqlens=local, **options)
+    memory = kda if context is None else partial(_context_memory, context, kda)
+    return memory(*tensors, cu_seqlens=local, impl=impl, **options)
+
+
+def gather_states(
+    state: Tree, *, mesh: DeviceMesh | None = None, cu_seqlens: CuSeqlens | None = None
+) -> Tree:
+    """All final states of packed sequences on every rank, from those that each returned: their sum.
+
+    Any pytree of them; of a single sequence every rank has it already, and nothing is done. This message,
+    alone of all, grows with the number of sequences.
+    """
+    group = _axis("gather_states", mesh, "context")
+    if group is None or cu_seqlens is None:
+        return state
+    return optree.tree_map(lambda x: _Gather.apply(x, x, group)[0].sum(0), state)  # pyright: ignore
+
+
+# Head parallelism
+
+
+def head_config(config: KDAConfig, ranks: int) -> KDAConfig:
+    """The config of one rank's heads."""
+    if config.H % ranks or config.HV % ranks:
+        raise ValueError(
+            f"shard_heads: {ranks} ranks must divide the heads, got H={config.H} and HV={config.HV}"
+        )
+    return replace(config, num_heads=config.H // ranks, num_v_heads=config.HV // ranks, head_v_dim=config.V)
+
+
+class _Cut(NamedTuple):
+    """How a tensor is cut: its parts along an axis, their sizes and whether they are cut by heads."""
+
+    axis: int
+    parts: tuple[tuple[int, bool], ...]
+
+    def shard(self, x: Tensor, rank: int, ranks: int) -> Tensor:
+        pieces = x.split([size for size, _ in self.parts], self.axis)
+        own = (
+            piece.narrow(self.axis, rank * (size // ranks), size // ranks) if is_cut else piece
+            for piece, (size, is_cut) in zip(pieces, self.parts, strict=True)
+        )
+        return torch.cat(list(own), self.axis)
+
+    def join(self, shards: Sequence[Tensor]) -> Tensor:
+        sizes = [size // len(shards) if is_cut else size for size, is_cut in self.parts]
+        columns = zip(*(x.split(sizes, self.axis) for x in shards), strict=True)
+        return torch.cat(
+            [
+                torch.cat(column, self.axis) if is_cut else column[0]
+                for column, (_, is_cut) in zip(columns, self.parts, strict=True)
+            ],
+            self.axis,
+        )
+
+
+def _cuts(node: KDAParams | KDAState, config: KDAConfig) -> dict[str, _Cut]:
+    """Of a layer's parameters or state, whole or one rank's of them; what is not named all ranks hold."""
+    H, HV, K, V = config.H, config.HV, config.K, config.V
+    qkv = ((H * K, True), (H * K, True), (HV * V, True))
+    if isinstance(node, KDAState):
+        return {"conv_state": _Cut(-1, qkv), "recurrent_state": _Cut(-3, ((HV, True),))}
+    low_rank = config.output_gate == "low_rank"
+    gate = (node.output_gate.shape[1], False) if low_rank else (HV * V, True)
+    cuts = {
+        "qkv": _Cut(0, qkv),
+        "conv": _Cut(0, qkv),
+        "gates": _Cut(0, ((node.decay.shape[1], False), (HV, True), gate)),
+        "decay": _Cut(0, ((HV * K, True),)),
+        "A_log": _Cut(0, ((HV, True),)),
+        "dt_bias": _Cut(0, ((HV * K, True),)),
+        "output_gate": _Cut(0, ((HV * V, True),)),
+        "output_gate_bias": _Cut(0, ((HV * V, True),)),
+        "out": _Cut(1, ((HV * V, True),)),
+    }
+    return {name: cut for name, cut in cuts.items() if getattr(node, name).shape != (0,)}
+
+
+def _each_layer(function: Callable[..., Any], *trees: Any) -> Any:
+    """`function` of the KDA layers' parameters and states in the trees; of all else the first tree's."""
+
+    def convert(*nodes: Any) -> Any:
+        return function(*nodes) if isinstance(nodes[0], KDAParams | KDAState) else nodes[0]
+
+    return optree.tree_map(convert, *trees, is_leaf=lambda node: isinstance(node, KDAParams | KDAState))
+
+
+def _convert(cut: _Cut, function: Callable[..., Tensor], *weights: Any) -> Any:
+    """Of tensors, or of int8 weights, whose scales are of the first axis."""
+    if not isinstance(weights[0], W8A8):
+        return function(cut, *weights)
+    scale = weights[0].scale if cut.axis else function(cut, *(w.scale for w in weights))
+    return W8A8(function(cut, *(w.weight for w in weights)), scale)
+
+
+def shard_heads(tree: Tree, rank: int, ranks: int, *, config: KDAConfig) -> Tree:
+    """One rank's heads of a layer's parameters or state, or of all in a pytree (a model's, an optimizer's).
+
+    Rank r of n has key heads [r H/n, (r+1) H/n) and their value heads: their rows of q|k|v, of the
+    convolution, of beta and of the gates, and their columns of the output product. What makes the channels of
+    a low rank, the norm, and all that is no KDA layer stays whole.
+
+    Raises ValueError where the ranks do not divide the heads.
+    """
+    head_config(config, ranks)
+    if not 0 <= rank < ranks:
+        raise ValueError(f"shard_heads: rank must be in [0, {ranks}), got {rank}")
+
+    def shard(node: Any) -> Any:
+        cuts = _cuts(node, config)
+        return node._replace(
+            **{
+                name: _convert(cut, lambda cut, x: cut.shard(x, rank, ranks), getattr(node, name))
+                for name, cut in cuts.items()
+            }
+        )
+
+    return _each_layer(shard, tree)
+
+
+def join_heads(trees: Sequence[Tree], *, config: KDAConfig) -> Tree:
+    """The inverse of `shard_heads`: the whole of all ranks' trees, in their order."""
+    head_config(config, len(trees))
+
+    def join(*nodes: Any) -> Any:
+        cuts = _cuts(nodes[0], config)
+        return nodes[0]._replace(
+            **{
+                name: _convert(cut, lambda cut, *xs: cut.join(xs), *(getattr(node, name) for node in nodes))
+                for name, cut in cuts.items()
+            }
+        )
+
+    return _each_layer(join, *trees)
+
+
+def gather_heads(tree: Tree, *, config: KDAConfig, mesh: DeviceMesh | None = None) -> Tree:
+    """`join_heads` of the trees of all ranks, on every rank: to save, to evaluate, to take a norm.
+
+    Not differentiable."""
+    group = _axis("gather_heads", mesh, "heads")
+    if group is None:
+        return tree
+    leaves, treedef = optree.tree_flatten(tree)  # pyright: ignore
+    rows = [_all_gather(leaf.detach(), group).unbind(0) for leaf in leaves]
+    trees: Any = [treedef.unflatten(row) for row in zip(*rows, strict=True)]
+    return join_heads(trees, config=config)
+
+
+# The layer and the model
+
+
+def _apply_layer(
+    context: _Context | None,
+    heads: dist.ProcessGroup | None,
+    params: KDAParams,
+    state: KDAState,
+    x: Tensor,
+    config: KDAConfig,
+    cu_seqlens: tuple[int, ...] | None,
+    impl: Impl | None,
+) -> tuple[KDAState, Tensor]:
+    """`apply_kda_layer` on one rank; config and cu_seqlens are the rank's."""
+    options: dict[str, Any] = {}
+    if context is not None:
+        options["conv"] = partial(_context_conv, context)
+        options["memory"] = partial(_context_memory, context, fused_kda)
+    if heads is not None:
+        params, x = _enter_heads(params, x, config, heads)
+    state, y = apply_kda_layer(params, state, x, config, cu_seqlens, impl, **options)
+    return state, y if heads is None else _Leave.apply(heads, y)[0]
+
+
+def _enter_heads(
+    params: KDAParams, x: Tensor, config: KDAConfig, group: dist.ProcessGroup
+) -> tuple[KDAParams, Tensor]:
+    """x and what all ranks hold of the parameters, so that their gradients are summed, all at once."""
+    if not isinstance(params.gates, Tensor):
+        x, norm = _Enter.apply(group, x, params.norm)
+        return params._replace(norm=norm), x
+    R = params.decay.shape[1]
+    decay, beta, gate = params.gates.tensor_split([R, R + config.HV])
+    if config.output_gate == "low_rank":
+        x, norm, decay, gate = _Enter.apply(group, x, params.norm, decay, gate)
+    else:
+        x, norm, decay = _Enter.apply(group, x, params.norm, decay)
+    return params._replace(norm=norm, gates=torch.cat([decay, beta, gate])), x
+
+
+def distributed_kimi_delta_attention(
+    params: KDAParams,
+    state: KDAState,
+    x: Float[Tensor, "*B T D"],
+    *,
+    config: KDAConfig,
+    mesh: DeviceMesh | None = None,
+    lengths: Sequence[int] | None = None,
+    cu_seqlens: CuSeqlens | None = None,
+    impl: Impl | None = None,
+) -> tuple[KDAState, Float[Tensor, "*B T D"]]:
+    """`kimi_delta_attention` of this rank's tokens and heads.
+
+    Parameters
+    ----------
+    params, state : of `shard_heads` where the mesh has an axis "heads"; the same on all ranks of "context".
+    x : [*B T D], this rank's tokens; the same on all ranks of "heads".
+    config : of the whole layer.
+    mesh : with axes "context", "heads" or both; None: this rank is alone.
+    lengths, cu_seqlens : as of `distributed_kda`.
+
+    Returns
+    -------
+    state, y : as of `distributed_kda`, of this rank's heads; y [*B T D], the sum over all heads.
+
+    Raises ValueError or TypeError for an argument that does not fit, before any work; NotImplementedError for
+    a named impl that cannot serve, forward mode and functionalize.
+    """
+    caller = "distributed_kimi_delta_attention"
+    _check.instance(caller, "config", config, KDAConfig)
+    T = _tokens(caller, "x", x, "*B T D")
+    context = _context(caller, mesh, T, lengths, cu_seqlens)
+    heads = _axis(caller, mesh, "heads")
+    local = config if heads is None else head_config(config, heads.size())
+    packing = check_layer(
+        caller, params, state, x, local, cu_seqlens if context is None else context.cu_seqlens, impl
+    )
+    return _apply_layer(context, heads, params, state, x, local, packing, impl)
+
+
+def distributed_kimi_linear(
+    params: KimiLinearParams,
+    state: KimiLinearState,
+    tokens: Tensor,
+    *,
+    config: KimiLinearConfig,
+    mesh: DeviceMesh | None = None,
+    lengths: Sequence[int] | None = None,
+    cu_seqlens: CuSeqlens | None = None,
+    impl: Impl | None = None,
+) -> tuple[KimiLinearState, Float[Tensor, "*B T vocab"]]:
+    """`kimi_linear` of this rank's tokens [*B T], its KDA layers as `distributed_kimi_delta_attention`.
+
+    All other layers work token by token, and every rank of "heads" does all of their work; but MLA, which
+    attends over all of time, is not built for an axis "context".
+
+    Raises ValueError or TypeError for an argument that does not fit, before any work; NotImplementedError for
+    MLA layers over an axis "context", and as `distributed_kimi_delta_attention`.
+    """
+    caller = "distributed_kimi_linear"
+    _check.instance(caller, "config", config, KimiLinearConfig)
+    T = _tokens(caller, "tokens", tokens, "*B T")
+    context = _context(caller, mesh, T, lengths, cu_seqlens)
+    heads = _axis(caller, mesh, "heads")
+    if context is not None and "mla" in config.layer_types:
+        raise NotImplementedError(f'{caller}: MLA layers are not built for an axis "context"')
+    local = config if heads is None else replace(config, kda=head_config(config.kda, heads.size()))
+    packing = check_kimi_linear(
+        caller, params, state, tokens, local, cu_seqlens if context is None else context.cu_seqlens, impl
+    )
+    layer = partial(_apply_layer, context, heads)
+    return apply_kimi_linear(params, state, tokens, local, packing, impl, kda_layer=layer)
