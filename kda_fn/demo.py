@@ -11,23 +11,40 @@ It trains a byte-level language model of KDA blocks on the English text that eve
 
 It prints held-out bits per byte beside those of a unigram and a bigram model, and draws the training curve
 and how long each channel of the memory lasts. The exit status is 1 if the model is not clearly better.
+
+Training can be shared by processes, to the same losses:
+
+    torchrun --nproc-per-node 2 -m kda_fn.demo --context-parallel      each reads a slice of every segment
+    torchrun --nproc-per-node 2 -m kda_fn.demo --head-parallel         each has half of the heads
+
+With --checkpoint DIR training is saved on the way, and goes on from there, with any number of processes.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import platform
+import signal
 import sys
 import textwrap
 import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import optree
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Generator, Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from kda_fn import (
     KDAConfig,
@@ -35,16 +52,22 @@ from kda_fn import (
     KDAState,
     KimiLinearConfig,
     KimiLinearParams,
+    context_lengths,
+    distributed_kimi_linear,
+    gather_heads,
     init_kimi_linear,
     init_kimi_linear_state,
     kda_gate,
     kimi_linear,
     scan,
+    shard_heads,
 )
 from kda_fn.layers.kimi_linear import KimiLinearState, kimi_linear_blocks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+Result = TypeVar("Result")
 
 CONFIG = KimiLinearConfig(
     vocab_size=256,
@@ -123,9 +146,10 @@ def leaves(tree: Any) -> list[Tensor]:
     return optree.tree_leaves(tree)
 
 
-def clip_by_global_norm(grads: Any, max_norm: float) -> Any:
-    """Scales all gradients together so that their norm is at most `max_norm`."""
-    norm = torch.stack([g.norm() for g in leaves(grads)]).norm()
+def clip_by_global_norm(grads: Any, max_norm: float, *, whole: Any = None) -> Any:
+    """Scales all gradients together so that their norm is at most `max_norm`; that of `whole` where they are
+    one process's heads of it."""
+    norm = torch.stack([g.norm() for g in leaves(grads if whole is None else whole)]).norm()
     return optree.tree_map(lambda g: g * (max_norm / norm).clamp(max=1), grads)
 
 
@@ -135,42 +159,208 @@ def learning_rate(step: int, steps: int) -> float:
 
 
 def loss(
-    params: KimiLinearParams, state: KimiLinearState, text: Tensor, *, config: KimiLinearConfig
+    params: KimiLinearParams,
+    state: KimiLinearState,
+    text: Tensor,
+    *,
+    config: KimiLinearConfig,
+    mesh: DeviceMesh | None = None,
 ) -> tuple[Tensor, KimiLinearState]:
-    """Mean bits per byte of text[.., 1:], each byte given all before it; and the state to go on from."""
-    state, logits = kimi_linear(params, state, text[..., :-1], config=config)
-    return F.cross_entropy(logits.flatten(0, -2), text[..., 1:].flatten()) / math.log(2), state
+    """Mean bits per byte of text[.., 1:], each byte given all before it, and the state to go on from. Over a
+    mesh with an axis "context" it is this process's share of the mean, of its slice of the text."""
+    rank, ranks = place(mesh, "context")
+    lengths = context_lengths(text.shape[-1] - 1, ranks)
+    given, asked = (x.split(lengths, -1)[rank] for x in (text[..., :-1], text[..., 1:]))
+    state, logits = distributed_kimi_linear(params, state, given, config=config, mesh=mesh, lengths=lengths)
+    nats = F.cross_entropy(logits.flatten(0, -2), asked.flatten(), reduction="sum")
+    return nats / (math.log(2) * text[..., 1:].numel()), state
+
+
+class Training(NamedTuple):
+    """All that a training run goes on from; over an axis "heads" one process's heads of it."""
+
+    params: KimiLinearParams
+    mean: Any
+    square: Any
+    state: KimiLinearState
+    losses: Tensor
+    """Bits per byte of each step so far."""
 
 
 def train(
-    text: Tensor, steps: int, generator: Generator, *, config: KimiLinearConfig
+    text: Tensor,
+    steps: int,
+    generator: Generator,
+    *,
+    config: KimiLinearConfig,
+    mesh: DeviceMesh | None = None,
+    checkpoint: Path | None = None,
+    every: int = 50,
 ) -> tuple[KimiLinearParams, list[float]]:
-    """Trained parameters, and the bits per byte of each step. Control-C ends it early."""
+    """Trained parameters, and the bits per byte of each step. Control-C ends it early, of one process.
+
+    With a checkpoint folder it goes on from the last step saved there, and saves every so many steps."""
     from tqdm import tqdm
 
+    rank, ranks = place(mesh, "heads")
+    cut = partial(shard_heads, rank=rank, ranks=ranks, config=config.kda)
+    whole = partial(gather_heads, config=config.kda, mesh=mesh)
     params = init_kimi_linear(config, generator=generator)
-    optimizer, state = init_adamw(params), init_kimi_linear_state(config, (ROWS,))
+    mean, square, _ = init_adamw(params)
+    state, losses = init_kimi_linear_state(config, (ROWS,)), torch.zeros(0, dtype=torch.float64)
+    run = Training(params, mean, square, state, losses)
+    run = cut(run if checkpoint is None else load_checkpoint(checkpoint, run))
+    params, state, losses = run.params, run.state, run.losses.tolist()
+    optimizer = AdamW(run.mean, run.square, len(losses))
     # The state comes out as auxiliary output, cut from the graph: backpropagation ends with the segment.
-    gradient = torch.func.grad_and_value(partial(loss, config=config), has_aux=True)
+    gradient = torch.func.grad_and_value(partial(loss, config=config, mesh=mesh), has_aux=True)
 
     # Each row reads on from a place of its own, and from the end of the text to its start, as on a ring:
     # but for that one seam its state is of the text just before the segment.
     places = torch.arange(ROWS).unsqueeze(-1) * (len(text) // ROWS) + torch.arange(SEGMENT + 1)
-    losses = []
-    with tqdm(total=steps, unit="step", desc="training") as bar:
+    first = len(losses)
+    with tqdm(total=steps, initial=first, unit="step", desc="training", disable=not is_first(mesh)) as bar:
         try:
-            for step in range(steps):
+            for step in range(first, steps):
                 grads, (value, state) = gradient(params, state, text[(places + step * SEGMENT) % len(text)])
-                grads = clip_by_global_norm(grads, MAX_NORM)
+                grads, value = sum_of_shares((grads, value), mesh)
+                grads = clip_by_global_norm(grads, MAX_NORM, whole=whole(grads))
                 lr = learning_rate(step, steps)
                 optimizer, params = adamw(optimizer, params, grads, lr=lr, decay=WEIGHT_DECAY)
                 losses.append(value.item())
+                if checkpoint is not None and (len(losses) % every == 0 or len(losses) == steps):
+                    moments = optimizer.mean, optimizer.square
+                    run = Training(params, *moments, state, torch.tensor(losses, dtype=torch.float64))
+                    save_checkpoint(checkpoint, whole(run))
                 recent = losses[-20:]
                 bar.set_postfix_str(f"{sum(recent) / len(recent):.3f} bits per byte", refresh=False)
                 bar.update()
         except KeyboardInterrupt:
+            if mesh is not None:
+                raise
             bar.write("interrupted: the report is of the model so far")
-    return params, losses
+    return whole(params), losses
+
+
+# Several processes
+
+
+def join_processes(context: bool, heads: bool, config: KimiLinearConfig) -> DeviceMesh | None:
+    """The mesh of the processes that torchrun started, this one among them; None where it is alone.
+
+    With both, all heads are on processes of their own, and time is cut among what is left."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world == 1:
+        return None
+    if not (context or heads):
+        raise ValueError(f"{world} processes were started: give --context-parallel or --head-parallel")
+    cut = (config.kda.H if context else world) if heads else 1
+    if world % cut or config.kda.H % cut:
+        raise ValueError(f"{world} processes do not divide the model's {config.kda.H} heads")
+    dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+    return init_device_mesh("cpu", (world // cut, cut), mesh_dim_names=("context", "heads"))
+
+
+def place(mesh: DeviceMesh | None, axis: str) -> tuple[int, int]:
+    """Which of how many this process is along an axis."""
+    return (0, 1) if mesh is None else (mesh.get_local_rank(axis), mesh[axis].size())
+
+
+def is_first(mesh: DeviceMesh | None) -> bool:
+    """Whether this process speaks for all."""
+    return mesh is None or mesh.get_rank() == 0
+
+
+def sum_of_shares(tree: Any, mesh: DeviceMesh | None) -> Any:
+    """What the slices of time add up to, on every process."""
+    if place(mesh, "context")[1] == 1:
+        return tree
+    assert mesh is not None
+    tensors, treedef = optree.tree_flatten(tree)
+    flat = torch.cat([x.flatten() for x in tensors])
+    dist.all_reduce(flat, group=mesh.get_group("context"))
+    pieces = flat.split([x.numel() for x in tensors])
+    return treedef.unflatten(piece.view_as(x) for piece, x in zip(pieces, tensors, strict=True))
+
+
+def step_of(folder: Path) -> int:
+    """The number of steps that a checkpoint was saved after."""
+    return int(folder.name.removeprefix("step-"))
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The latest that is whole: its `.metadata` is written when all else is."""
+    return max((found.parent for found in folder.glob("step-*/.metadata")), key=step_of, default=None)
+
+
+def named(run: Training) -> dict[str, Tensor]:
+    """The tensors by what Python calls them: `.params.blocks[0].attention.qkv`."""
+    tree: Any = run
+    names = (accessor.codify("") for accessor in optree.tree_accessors(tree))
+    return dict(zip(names, leaves(tree), strict=True))
+
+
+@contextmanager
+def saving_alone() -> Iterator[None]:
+    """torch warns when one process saves or loads; here that is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
+
+
+def save_checkpoint(folder: Path, run: Training) -> None:
+    """By all processes together; what is saved is whole, and knows nothing of them."""
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    with saving_alone():
+        save(named(run), checkpoint_id=folder / f"step-{len(run.losses):06}")
+
+
+def load_checkpoint(folder: Path, start: Training) -> Training:
+    """The last one saved; where there is none, the start."""
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    found = last_checkpoint(folder)
+    if found is None:
+        return start
+    like: Any = start._replace(losses=torch.zeros(step_of(found), dtype=torch.float64))
+    run: Any = optree.tree_map(torch.empty_like, like)
+    with saving_alone():
+        load(named(run), checkpoint_id=found)
+    return run
+
+
+def is_of_a_collective(error: BaseException) -> bool:
+    """Whether it was raised while this process waited for the others."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_globals["__name__"] == dist.distributed_c10d.__name__ for frame, _ in frames)
+
+
+def together(run: Callable[[], Result], checkpoint: Path | None) -> Result:
+    """`run`, and the processes take leave of each other; one that has lost another says how to go on."""
+    rank = dist.get_rank()
+
+    def stop(why: str) -> NoReturn:
+        found = None if checkpoint is None else last_checkpoint(checkpoint)
+        again = "there is no checkpoint to go on from"
+        if found is not None:
+            again = f"the same command goes on from the checkpoint of step {step_of(found)}"
+        sys.exit(f"FAILED: process {rank} has lost another and stops ({why}); {again}")
+
+    # When one process is lost torchrun ends the others, which may be told so before they see it.
+    before = signal.signal(signal.SIGTERM, lambda *_: stop("terminated"))
+    try:
+        result = run()
+        dist.destroy_process_group()
+    except SystemExit:
+        raise
+    except BaseException as error:
+        if not is_of_a_collective(error):
+            raise
+        stop(str(error).partition("\n")[0])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return result
 
 
 # Generation
@@ -299,23 +489,38 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=STEPS, help="of training (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and samples (default: %(default)s)")
     parser.add_argument("--out", default="kda_demo.png", help="the figure (default: %(default)s)")
+    parser.add_argument("--context-parallel", action="store_true", help="torchrun's processes share time")
+    parser.add_argument("--head-parallel", action="store_true", help="torchrun's processes share heads")
+    parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="where to save, and to go on from")
+    parser.add_argument("--checkpoint-every", type=int, default=50, help="steps (default: %(default)s)")
     args = parser.parse_args(argv)
-    if args.steps < 1:
-        parser.error(f"--steps must be at least 1, got {args.steps}")
+    for name in ("steps", "checkpoint_every"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     try:
         import matplotlib  # noqa: F401
         import tqdm  # noqa: F401
     except ModuleNotFoundError as missing:
         parser.error(f'{missing.name} is not installed: pip install "kda_fn[demo]"')
     config, generator = CONFIG, Generator().manual_seed(args.seed)
+    try:
+        mesh = join_processes(args.context_parallel, args.head_parallel, config)
+    except ValueError as wrong:
+        parser.error(str(wrong))
 
     text = torch.tensor(list(read_text()))
     training, heldout = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
-    print(f"text      the help topics of Python {platform.python_version()}, {len(text):,} bytes:")
-    print(f"          the first {len(training):,} to train on, the last {len(heldout):,} held out")
+    first = is_first(mesh)
+    if first:
+        print(f"text      the help topics of Python {platform.python_version()}, {len(text):,} bytes:")
+        print(f"          the first {len(training):,} to train on, the last {len(heldout):,} held out")
 
     start = time.perf_counter()
-    params, losses = train(training, args.steps, generator, config=config)
+    saving: dict[str, Any] = {"checkpoint": args.checkpoint, "every": args.checkpoint_every}
+    run = partial(train, training, args.steps, generator, config=config, mesh=mesh, **saving)
+    params, losses = run() if mesh is None else together(run, args.checkpoint)
+    if not first:
+        return 0
     seconds = time.perf_counter() - start
     count = sum(p.numel() for p in leaves(params))
     memory = sum(x.nbytes for x in leaves(init_kimi_linear_state(config)))

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import shutil
+import signal
 import struct
+import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +20,7 @@ from typing import Any
 import optree
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from kda_fn import (
     KDAConfig,
@@ -31,6 +39,13 @@ SMALL = KimiLinearConfig(
     tie_embeddings=True,
     kda=KDAConfig(hidden_size=32, num_heads=2, head_dim=8, output_gate="full_rank", chunk_size=32),
 )
+ROOT = Path(__file__).parents[1]
+SIZES = {"CONFIG": SMALL, "ROWS": 4, "SEGMENT": 32, "PROMPT": 50, "CONTINUATION": 20}
+DOUBLE = {
+    name: partial(getattr(demo, name), dtype=torch.float64)
+    for name in ("init_kimi_linear", "init_kimi_linear_state")
+}
+"""In float32 the last bits of a loss are other ones a few steps on."""
 
 
 def tokens(text: bytes) -> torch.Tensor:
@@ -53,7 +68,14 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model, batch and continuation that take no time."""
     pytest.importorskip("tqdm")
     pytest.importorskip("matplotlib")
-    for name, value in {"CONFIG": SMALL, "ROWS": 4, "SEGMENT": 32, "PROMPT": 50, "CONTINUATION": 20}.items():
+    for name, value in SIZES.items():
+        monkeypatch.setattr(demo, name, value)
+
+
+@pytest.fixture
+def double(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same in float64, as the processes of `torchrun` compute."""
+    for name, value in {**DOUBLE, "WARMUP": 5}.items():
         monkeypatch.setattr(demo, name, value)
 
 
@@ -166,6 +188,160 @@ def test_interrupted_training_returns_what_there_is(monkeypatch: pytest.MonkeyPa
     shorter, expected = demo.train(text, 3, seeded(), config=SMALL)
     assert losses == expected and len(losses) == 3
     assert all(map(torch.equal, leaves(params), leaves(shorter)))
+
+
+# Several processes
+
+
+PROGRAM = """
+import os, pathlib, sys
+from kda_fn import demo
+from test_demo import DOUBLE, SIZES
+
+for name, value in {**SIZES, **DOUBLE, "WARMUP": 5}.items():
+    setattr(demo, name, value)
+demo.read_text = lambda: pathlib.Path("text").read_bytes()
+pathlib.Path("process-" + os.environ["RANK"]).write_text(str(os.getpid()))
+sys.exit(demo.main())
+"""
+
+
+@pytest.fixture
+def torchrun(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts so many processes of the small demo, in tmp_path; all are ended with the test."""
+    pytest.importorskip("tqdm")
+    pytest.importorskip("matplotlib")
+    started = []
+    (tmp_path / "program.py").write_text(PROGRAM)
+    path = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)}
+
+    def start(processes: int, *args: str) -> subprocess.Popen[str]:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command = [*launcher, f"--nproc-per-node={processes}", "program.py", "--checkpoint=saved", *args]
+        options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        run = subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True, **options)
+        started.append(run)
+        return run
+
+    yield start
+    for run in started:
+        with suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+        run.wait()
+        for pipe in (run.stdout, run.stderr):
+            pipe.close()
+
+
+def losses_saved(folder: Path) -> list[float]:
+    """Of the last checkpoint, read by torch itself."""
+    found = demo.last_checkpoint(folder)
+    assert found is not None
+    losses = {".losses": torch.zeros(demo.step_of(found), dtype=torch.float64)}
+    with pytest.warns(UserWarning, match="single process"):
+        load(losses, checkpoint_id=found)
+    return losses[".losses"].tolist()
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize(
+    ("processes", "flags"),
+    [
+        (2, ["--context-parallel"]),
+        (2, ["--head-parallel"]),
+        (4, ["--context-parallel", "--head-parallel"]),
+    ],
+)
+def test_processes_train_as_one(processes: int, flags: list[str], torchrun: Any, tmp_path: Path) -> None:
+    """The losses of each step, and the report of the first process alone."""
+    text = b"aabb" * 1500
+    (tmp_path / "text").write_bytes(text)
+    run = torchrun(processes, "--steps=50", *flags)
+    output, errors = run.communicate(timeout=100)
+    assert run.returncode == 0, output + errors
+    assert output.count("\nheld out ") == output.count("\nfigure ") == 1 and "FAILED" not in output
+    _, losses = demo.train(tokens(text[: len(text) * 9 // 10]), 50, seeded(), config=SMALL)
+    assert losses[-1] < 0.5 < losses[0]
+    assert losses_saved(tmp_path / "saved") == pytest.approx(losses, rel=1e-10)
+
+
+@pytest.mark.usefixtures("double")
+def test_a_lost_process_ends_the_run_which_goes_on(torchrun: Any, tmp_path: Path) -> None:
+    """Killed, a process takes the others with it, which say so; the same command goes on from the checkpoint.
+    So does one process alone."""
+    text, saved, steps = demo.read_text()[:20_000], tmp_path / "saved", 80
+    (tmp_path / "text").write_bytes(text)
+    command = 2, f"--steps={steps}", "--checkpoint-every=10", "--context-parallel"
+    run = torchrun(*command)
+    deadline = time.monotonic() + 60
+    while demo.last_checkpoint(saved) is None:
+        assert time.monotonic() < deadline and run.poll() is None, run.communicate()
+        time.sleep(0.01)
+    os.kill(int((tmp_path / "process-1").read_text()), signal.SIGKILL)
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode != 0
+    found = re.search(r"FAILED: process 0 has lost another and stops .*; the same .* of step (\d+)\n", errors)
+    assert found is not None, errors
+    last = demo.last_checkpoint(saved)
+    assert last is not None and last.name == f"step-{int(found[1]):06}" and int(found[1]) < steps
+
+    shutil.copytree(saved, tmp_path / "alone")
+    output, errors = torchrun(*command).communicate(timeout=100)
+    assert "held out" in output, output + errors
+    assert f"| {found[1]}/{steps} [" in errors
+    train = partial(demo.train, tokens(text[: len(text) * 9 // 10]), steps, config=SMALL)
+    _, losses = train(seeded())
+    assert len(losses_saved(saved)) == steps
+    assert losses_saved(saved) == pytest.approx(losses, rel=1e-10)
+    # The parameters come from the checkpoint, not from this seed.
+    _, alone = train(seeded(5), checkpoint=tmp_path / "alone")
+    assert alone == pytest.approx(losses, rel=1e-10)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_checkpoint_is_exact(tmp_path: Path) -> None:
+    """One process, stopped and resumed, ends where an uninterrupted one does, to the bit; half a checkpoint
+    is none."""
+    text = tokens(demo.read_text()[:5000])
+    params, losses = demo.train(text, 12, seeded(), config=SMALL)
+    rates = demo.learning_rate
+    with pytest.MonkeyPatch.context() as patch:
+
+        def stop(step: int, steps: int) -> float:
+            if step == 9:
+                raise KeyboardInterrupt
+            return rates(step, steps)
+
+        patch.setattr(demo, "learning_rate", stop)
+        demo.train(text, 12, seeded(), config=SMALL, checkpoint=tmp_path, every=4)
+    (tmp_path / "step-000011").mkdir()
+    last = demo.last_checkpoint(tmp_path)
+    assert last is not None and last.name == "step-000008"
+    resumed, same = demo.train(text, 12, seeded(5), config=SMALL, checkpoint=tmp_path, every=4)
+    assert same == losses and all(map(torch.equal, leaves(params), leaves(resumed)))
+
+
+@pytest.mark.parametrize(
+    ("world", "args", "words"),
+    [
+        ("2", [], "2 processes were started: give --context-parallel or --head-parallel"),
+        ("3", ["--head-parallel"], "3 processes do not divide the model's 2 heads"),
+        ("3", ["--head-parallel", "--context-parallel"], "3 processes do not divide the model's 2 heads"),
+        ("1", ["--checkpoint-every", "0"], "--checkpoint-every must be at least 1, got 0"),
+    ],
+)
+def test_processes_that_do_not_fit(
+    world: str,
+    args: list[str],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Said before they meet."""
+    monkeypatch.setenv("WORLD_SIZE", world)
+    with pytest.raises(SystemExit):
+        demo.main(args)
+    assert words in capsys.readouterr().err
 
 
 # Generation
