@@ -3,9 +3,10 @@
 Context parallel: rank r holds the tokens of one slice of time. What the others need of it is its map, two
 matrices a head, and the last W-1 inputs of its convolution, however many tokens it has:
 
-    A_r, B_r = kda_transition(slice r)              sent to all
-    S_r      = (A_{r-1} ∘ .. ∘ A_0)(S_0)            the state that reaches rank r
-    o_r      = kda(S_r, slice r)
+    B_r, o  = kda(0, q, k, v, g, beta)              of the slice alone; on the first rank from S_0
+    A_r, p  = kda(I, q, k, 0, g, beta)              and what it makes of any state before it
+    S       = A_{r-1} (.. (A_1 B_0 + B_1) ..) + B_{r-1}     all ranks' A and B are sent to all
+    o_r     = o + p S                               what one device computes from S
 
 Head parallel: rank r of n holds H/n key heads and HV/n value heads, its rows of the parameters and its part
 of the states. All ranks hold all of x and of y, which is one sum over them, after the output product.
@@ -26,7 +27,7 @@ not: NotImplementedError.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -51,12 +52,10 @@ from kda_fn.primitives._kernel import wants_torch_operations
 from kda_fn.primitives.causal_conv1d import causal_conv1d
 from kda_fn.primitives.fused_kda import fused_kda
 from kda_fn.primitives.kda import check_kda, kda
-from kda_fn.transition import Transition, apply_transition, transition_by
+from kda_fn.transition import Transition, apply_transition, with_state
 from kda_fn.types import W8A8, CuSeqlens, Float, Impl, KDAConfig, KDAParams, KDAState, Tensor
 
 Tree = TypeVar("Tree")
-Arrive = Callable[[Tensor, int, Iterable[int]], Tensor]
-"""arrive(state, n, ranks): the state of sequence n after the tokens of those ranks."""
 
 __all__ = [
     "context_lengths",
@@ -228,6 +227,10 @@ class _Context(NamedTuple):
     packed: bool
 
     @property
+    def ranks(self) -> range:
+        return range(len(self.edges) - 1)
+
+    @property
     def slice(self) -> tuple[int, int]:
         return self.edges[self.rank], self.edges[self.rank + 1]
 
@@ -245,11 +248,9 @@ class _Context(NamedTuple):
         return next(inside, None)
 
     @property
-    def tail(self) -> tuple[int, int]:
-        """The local tokens of the sequence that goes on to the next rank."""
-        start, stop = self.slice
-        n = self.open_at(stop)
-        return (stop if n is None else max(start, self.bounds[n])) - start, stop - start
+    def entering(self) -> int | None:
+        """The sequence that ranks before this one have begun."""
+        return self.open_at(self.slice[0]) if self.rank else None
 
     def ranks_before(self, n: int) -> range:
         """The ranks that hold sequence n up to this slice."""
@@ -261,33 +262,28 @@ class _Context(NamedTuple):
         start, stop = self.edges[rank : rank + 2]
         return max(0, min(stop, self.bounds[n + 1]) - max(start, self.bounds[n]))
 
-    @property
-    def ends_here(self) -> list[bool]:
-        """Of each sequence whether its last token is here; one of no tokens ends on the first rank it can."""
-        ends = (sum(edge < stop for edge in self.edges[1:]) for stop in self.bounds[1:])
-        return [end == self.rank for end in ends]
+    def row(self, states: Tensor, axis: int, n: int) -> Tensor:
+        """The state of sequence n."""
+        return states.select(axis, n) if self.packed else states
 
-    def enter(
-        self, states: Tensor, axis: int, arrive: Callable[[Tensor, int, Iterable[int]], Tensor]
-    ) -> Tensor:
-        """The states with which this slice is begun: `arrive(state, n, ranks)` is that of sequence n after
-        the ranks' tokens."""
-        n = self.open_at(self.slice[0])
-        if n is None:
-            return states
+    def with_row(self, states: Tensor, axis: int, n: int, row: Tensor) -> Tensor:
+        """The states, that of sequence n another."""
         if not self.packed:
-            return arrive(states, n, self.ranks_before(n))
-        row = arrive(states.select(axis, n), n, self.ranks_before(n)).unsqueeze(axis)
+            return row
         after = states.shape[axis] - n - 1
-        return torch.cat([states.narrow(axis, 0, n), row, states.narrow(axis, n + 1, after)], axis)
+        pieces = states.narrow(axis, 0, n), row.unsqueeze(axis), states.narrow(axis, n + 1, after)
+        return torch.cat(pieces, axis)
 
-    def leave(self, states: Tensor, axis: int, final: Tensor, arrive: Arrive) -> Tensor:
-        """The states to return: of one sequence the last one, alike on every rank; of packed ones `final`,
-        zeros where a sequence ends elsewhere."""
-        if not self.packed:
-            return arrive(states, 0, range(len(self.edges) - 1))
-        ends = torch.tensor(self.ends_here, device=final.device)
-        return torch.where(ends.reshape(-1, *[1] * (-axis - 1)), final, 0)
+    def mask(self, rows: list[bool], axis: int, device: torch.device) -> Tensor:
+        """Of each sequence, to stand beside states."""
+        axes = [1] * (-axis - 1)
+        return torch.tensor(rows, device=device).reshape(*([-1] if self.packed else []), *axes)
+
+    def ending(self, states: Tensor, axis: int) -> Tensor:
+        """The states of the sequences whose last token is here, zeros for the others; one of no tokens ends
+        on the first rank it can."""
+        ends = [sum(edge < stop for edge in self.edges[1:]) == self.rank for stop in self.bounds[1:]]
+        return torch.where(self.mask(ends, axis, states.device), states, 0)
 
 
 def _context(
@@ -330,16 +326,20 @@ def _context_conv(
     gathered, x = _Gather.apply(torch.cat([missing, last], -2), x, context.group)
     rows = gathered.movedim(0, -3).flatten(-3, -2)
 
-    def arrive(window: Tensor, n: int, ranks: Iterable[int]) -> Tensor:
+    def after(n: int, ranks: range) -> Tensor:
+        """The window of sequence n after the tokens of those ranks."""
         order = list(range(W_1))
         for rank in ranks:
             stop = (rank + 2) * W_1
             order += range(stop - min(W_1, context.tokens(n, rank)), stop)
-        return ragged.take(torch.cat([window, rows], -2), order[-W_1:], -2)
+        return ragged.take(torch.cat([context.row(conv_state, -3, n), rows], -2), order[-W_1:], -2)
 
-    entered = context.enter(conv_state, -3, arrive)
-    final, y = causal_conv1d(entered, x, weight, cu_seqlens=cu_seqlens, **options)
-    return context.leave(conv_state, -3, final, arrive), _made_of(y, x, entered, weight)
+    n, windows = context.entering, conv_state
+    if n is not None:
+        windows = context.with_row(conv_state, -3, n, after(n, context.ranks_before(n)))
+    final, y = causal_conv1d(windows, x, weight, cu_seqlens=cu_seqlens, **options)
+    final = context.ending(final, -3) if context.packed else after(0, context.ranks)
+    return final, _made_of(y, x, windows, weight)
 
 
 def _made_of(y: Tensor, x: Tensor, *others: Tensor) -> Tensor:
@@ -362,21 +362,45 @@ def _context_memory(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """`kda` or `fused_kda` of a slice; cu_seqlens is the slice's."""
-    start, stop = context.tail
-    tail = [x.narrow(-3, start, stop - start) for x in (k, v, g)]
-    tail.append(beta.narrow(-2, start, stop - start))
-    own = transition_by(memory, *tail, *weights, **options)
-    gathered, v = _Gather.apply(torch.cat(own, -1), v, context.group)
-    maps = [Transition(*x.split([k.shape[-1], v.shape[-1]], -1)) for x in gathered.unbind(0)]
+    K, V = k.shape[-1], v.shape[-1]
+    n = context.entering
+    length = 0 if n is None else context.tokens(n, context.rank)
+    # That one is not begun from its state, which is formally there still: vmap and derivatives see on every
+    # rank what they see on the first.
+    came_in = [n is not None and row == n for row in range(len(context.bounds) - 1)]
+    own = torch.where(context.mask(came_in, -4, v.device), 0, initial_state)
+    final, o = memory(own, q, k, v, g, beta, *weights, cu_seqlens=cu_seqlens, **options)
+    o = _made_of(o, v, own, q, k, g, beta, *weights)
 
-    def arrive(state: Tensor, n: int, ranks: Iterable[int]) -> Tensor:
-        for rank in ranks:
+    # The same of the sequence that came in, from the identity.
+    head = [x.narrow(-3, 0, length) for x in (q, k, v.new_zeros(*v.shape[:-1], K), g)]
+    head.append(beta.narrow(-2, 0, length))
+    eye = torch.eye(K, dtype=final.dtype, device=v.device).expand(*v.shape[:-3], v.shape[-2], K, K)
+    transform, seen = memory(eye, *head, *weights, **options)
+
+    # The map of what goes on: of a sequence begun here, a state.
+    going = context.open_at(context.slice[1])
+    sent = transform.new_zeros(*transform.shape[:-1], K + V)
+    if going is not None:
+        offset = context.row(final, -4, going)
+        sent = torch.cat([transform if going == n else torch.zeros_like(transform), offset], -1)
+    gathered, o = _Gather.apply(sent, o, context.group)
+    maps = [Transition(*x.split([K, V], -1)) for x in gathered.unbind(0)]
+
+    def after(ranks: range) -> Tensor:
+        """The state of a sequence that began on the first of those ranks, after the last."""
+        state = maps[ranks[0]].offset
+        for rank in ranks[1:]:
             state = apply_transition(maps[rank], state)
         return state
 
-    entered = context.enter(initial_state, -4, arrive)
-    final, o = memory(entered, q, k, v, g, beta, *weights, cu_seqlens=cu_seqlens, **options)
-    return context.leave(initial_state, -4, final, arrive), _made_of(o, v, entered, q, k, g, beta)
+    if n is not None:
+        state = after(context.ranks_before(n))
+        first, rest = o.tensor_split([length], -3)
+        o = torch.cat([with_state(first, seen, state), rest], -3)
+        arrived = apply_transition(Transition(transform, context.row(final, -4, n)), state)
+        final = context.with_row(final, -4, n, arrived)
+    return context.ending(final, -4) if context.packed else after(context.ranks), o
 
 
 def distributed_kda(
@@ -401,7 +425,8 @@ def distributed_kda(
 
     Parameters
     ----------
-    initial_state : before rank 0's first token, the same on every rank. With cu_seqlens [*B N HV K V], all N.
+    initial_state : before rank 0's first token. With cu_seqlens [*B N HV K V], all N, each before its own
+        first token: only the rank that holds this reads it, to the others it is a shape.
     q, k, v, g, beta : of this rank's T tokens, T >= 0.
     mesh : with an axis "context"; None: this rank is alone.
     lengths : tokens of each rank of the axis (`context_lengths`); None: all hold as many as this one.
@@ -570,10 +595,13 @@ def gather_heads(tree: Tree, *, config: KDAConfig, mesh: DeviceMesh | None = Non
     group = _axis("gather_heads", mesh, "heads")
     if group is None:
         return tree
-    leaves, treedef = optree.tree_flatten(tree)  # pyright: ignore
-    rows = [_all_gather(leaf.detach(), group).unbind(0) for leaf in leaves]
-    trees: Any = [treedef.unflatten(row) for row in zip(*rows, strict=True)]
-    return join_heads(trees, config=config)
+
+    def whole(node: Any) -> Any:
+        leaves, treedef = optree.tree_flatten(node)
+        rows = (_all_gather(leaf.detach(), group).unbind(0) for leaf in leaves)
+        return join_heads([treedef.unflatten(row) for row in zip(*rows, strict=True)], config=config)
+
+    return _each_layer(whole, tree)
 
 
 # The layer and the model

@@ -43,6 +43,7 @@ __all__ = [
     "layer_transition",
     "parallel_kda",
     "transition_by",
+    "with_state",
 ]
 
 
@@ -78,18 +79,38 @@ def transition_by(
     memory: Callable[..., tuple[Tensor, Tensor]], k: Tensor, v: Tensor, *gates: Tensor, **options: Any
 ) -> Transition:
     """`kda_transition` by `kda`, or by a function that has its first arguments: `fused_kda`."""
-    named = {"k": k, "v": v}
-    _check.floating("kda_transition", named)
+    _check.floating("kda_transition", {"k": k, "v": v})
     _check.shapes("kda_transition", {"k": (k, "*B T H K"), "v": (v, "*B T HV V")})
+    # The outputs are not looked at, any queries do.
+    return _from_nothing(memory, k, k, v, *gates, **options)[0]
+
+
+def _from_nothing(
+    memory: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *gates: Tensor,
+    **options: Any,
+) -> tuple[Transition, Tensor, Tensor]:
+    """The map, the outputs from a state of zeros [*B T HV V], and those from the identity [*B T HV K]."""
     K, V = k.shape[-1], v.shape[-1]
     dtype = torch.promote_types(v.dtype, torch.float32)
     columns = torch.eye(K, V + K, dtype=dtype, device=v.device).roll(V, -1)
     start = columns.expand(*v.shape[:-3], v.shape[-2], K, V + K)
     values = torch.cat([v, v.new_zeros(*v.shape[:-1], K)], -1)
-    # The outputs are not looked at, any queries do.
-    end, _ = memory(start, k, k, values, *gates, **options)
+    end, outputs = memory(start, q, k, values, *gates, **options)
     offset, transform = end.split([V, K], -1)
-    return Transition(transform, offset)
+    o, seen = outputs.split([V, K], -1)
+    return Transition(transform, offset), o, seen
+
+
+def with_state(
+    o: Float[Tensor, "*B T HV V"], seen: Float[Tensor, "*B T HV K"], state: Float[Tensor, "*B HV K V"]
+) -> Float[Tensor, "*B T HV V"]:
+    """Outputs from a state: o, which is from zeros, and what queries see of the state through the map."""
+    shown = seen.to(state.dtype).transpose(-3, -2) @ state
+    return (o + shown.transpose(-3, -2)).to(o.dtype)
 
 
 def identity_transition(state: Float[Tensor, "*B HV K V"]) -> Transition:
@@ -149,13 +170,15 @@ def parallel_kda(
     chunk_size: int = 64,
     impl: Impl | None = None,
 ) -> tuple[Float[Tensor, "*B HV K V"], Float[Tensor, "*B T HV V"]]:
-    """`kda` with time in parallel: all segments' maps at once, their prefixes by an associative scan, then
-    all segments at once from the states that reach them.
+    """`kda` with time in parallel: all segments at once from nothing, the prefixes of their maps by an
+    associative scan, and what the state that reaches a segment adds to its outputs.
 
-        T_i = kda_transition(segment i),   S_i = (T_{i-1} ∘ .. ∘ T_0)(S_0),   o_i = kda(S_i, segment i)
+        S_i = (T_{i-1} ∘ .. ∘ T_0)(S_0)      T_i = kda_transition(segment i)
+        o_i = kda(0, segment i) + p_i S_i    p_i = kda(I, segment i with values of 0)
 
-    What must wait for each other are T / segments tokens, twice, and log2(segments) products; the work is
-    that of `kda` with V and with K + V value channels. It pays where one sequence does not fill a device.
+    What must wait for each other are T / segments tokens and log2(segments) products; the work is that of
+    `kda` with K + V value channels. It pays where one sequence does not fill a device. In half precision both
+    terms of o are rounded.
 
     Parameters
     ----------
@@ -173,15 +196,13 @@ def parallel_kda(
     if segments == 1 or T < 2:
         return kda(*tensors, scale=scale, **options)
     L = -(-T // segments)
-    inputs = [_to_segments(x, -3, L) for x in (q, k, v, g)]
-    inputs.append(_to_segments(beta, -2, L))
-    prefixes = _prefixes(kda_transition(*inputs[1:], **options))
-    later = apply_transition(prefixes, initial_state.unsqueeze(-4))
-    starts = torch.cat([initial_state.unsqueeze(-4), later], -4)
-    count = inputs[0].shape[-4]
-    _, o = kda(starts.narrow(-4, 0, count), *inputs, scale=scale, **options)
-    # The state's own path ends where the last segment's does, without its outputs.
-    return starts.select(-4, count).clone(), o.flatten(-4, -3).narrow(-3, 0, T).clone()
+    inputs = [*(_to_segments(x, -3, L) for x in (q, k, v, g)), _to_segments(beta, -2, L)]
+    maps, o, seen = _from_nothing(kda, *inputs, scale=scale, **options)
+    first = initial_state.unsqueeze(-4)
+    reached = apply_transition(_prefixes(maps), first)
+    count = reached.shape[-4]
+    o = with_state(o, seen, torch.cat([first, reached.narrow(-4, 0, count - 1)], -4))
+    return reached.select(-4, count - 1).clone(), o.flatten(-4, -3).narrow(-3, 0, T).clone()
 
 
 def _to_segments(x: Tensor, axis: int, L: int) -> Tensor:
