@@ -203,6 +203,8 @@ def _axis(caller: str, mesh: DeviceMesh | None, name: str) -> dist.ProcessGroup 
         raise ValueError(f"{caller}: mesh must hold this rank, it holds {mesh.mesh.tolist()}")
     if name not in names or mesh.size(names.index(name)) == 1:
         return None
+    if wants_torch_operations():
+        raise NotImplementedError(f"{caller}: no forward mode or functionalize goes through a collective")
     return mesh.get_group(name)
 
 
@@ -305,8 +307,6 @@ def _context(
     bounds = (0, edges[-1]) if cu_seqlens is None else ragged.offsets(cu_seqlens, edges[-1])
     if group is None:
         return None
-    if wants_torch_operations():
-        raise NotImplementedError(f"{caller}: no forward mode or functionalize goes through a collective")
     return _Context(group, rank, edges, bounds, cu_seqlens is not None)
 
 
@@ -378,12 +378,9 @@ def _context_memory(
     eye = torch.eye(K, dtype=final.dtype, device=v.device).expand(*v.shape[:-3], v.shape[-2], K, K)
     transform, seen = memory(eye, *head, *weights, **options)
 
-    # The map of what goes on: of a sequence begun here, a state.
-    going = context.open_at(context.slice[1])
-    sent = transform.new_zeros(*transform.shape[:-1], K + V)
-    if going is not None:
-        offset = context.row(final, -4, going)
-        sent = torch.cat([transform if going == n else torch.zeros_like(transform), offset], -1)
+    # Of a sequence begun here only the offset is read, as its state; where none goes on, nothing.
+    offset = context.row(final, -4, context.open_at(context.slice[1]) or 0)
+    sent = torch.cat([transform, offset], -1)
     gathered, o = _Gather.apply(sent, o, context.group)
     maps = [Transition(*x.split([K, V], -1)) for x in gathered.unbind(0)]
 
@@ -473,11 +470,12 @@ def gather_states(
 # Head parallelism
 
 
-def head_config(config: KDAConfig, ranks: int) -> KDAConfig:
+def _head_config(caller: str, config: KDAConfig, ranks: int) -> KDAConfig:
     """The config of one rank's heads."""
+    _check.instance(caller, "config", config, KDAConfig)
     if config.H % ranks or config.HV % ranks:
         raise ValueError(
-            f"shard_heads: {ranks} ranks must divide the heads, got H={config.H} and HV={config.HV}"
+            f"{caller}: {ranks} ranks must divide the heads, got H={config.H} and HV={config.HV}"
         )
     return replace(config, num_heads=config.H // ranks, num_v_heads=config.HV // ranks, head_v_dim=config.V)
 
@@ -539,12 +537,18 @@ def _each_layer(function: Callable[..., Any], *trees: Any) -> Any:
     return optree.tree_map(convert, *trees, is_leaf=lambda node: isinstance(node, KDAParams | KDAState))
 
 
-def _convert(cut: _Cut, function: Callable[..., Tensor], *weights: Any) -> Any:
-    """Of tensors, or of int8 weights, whose scales are of the first axis."""
-    if not isinstance(weights[0], W8A8):
-        return function(cut, *weights)
-    scale = weights[0].scale if cut.axis else function(cut, *(w.scale for w in weights))
-    return W8A8(function(cut, *(w.weight for w in weights)), scale)
+def _recut(config: KDAConfig, function: Callable[..., Tensor], *nodes: Any) -> Any:
+    """A layer's parameters or state of `function(cut, *tensors)`; what all ranks hold is the first's."""
+    fields = {}
+    for name, cut in _cuts(nodes[0], config).items():
+        weights = [getattr(node, name) for node in nodes]
+        if isinstance(weights[0], W8A8):
+            # The scales of an int8 weight are of its rows.
+            scale = weights[0].scale if cut.axis else function(cut, *(w.scale for w in weights))
+            fields[name] = W8A8(function(cut, *(w.weight for w in weights)), scale)
+        else:
+            fields[name] = function(cut, *weights)
+    return nodes[0]._replace(**fields)
 
 
 def shard_heads(tree: Tree, rank: int, ranks: int, *, config: KDAConfig) -> Tree:
@@ -556,36 +560,17 @@ def shard_heads(tree: Tree, rank: int, ranks: int, *, config: KDAConfig) -> Tree
 
     Raises ValueError where the ranks do not divide the heads.
     """
-    head_config(config, ranks)
+    _check.positive_integer("shard_heads", "ranks", ranks)
+    _head_config("shard_heads", config, ranks)
     if not 0 <= rank < ranks:
         raise ValueError(f"shard_heads: rank must be in [0, {ranks}), got {rank}")
-
-    def shard(node: Any) -> Any:
-        cuts = _cuts(node, config)
-        return node._replace(
-            **{
-                name: _convert(cut, lambda cut, x: cut.shard(x, rank, ranks), getattr(node, name))
-                for name, cut in cuts.items()
-            }
-        )
-
-    return _each_layer(shard, tree)
+    return _each_layer(partial(_recut, config, lambda cut, x: cut.shard(x, rank, ranks)), tree)
 
 
 def join_heads(trees: Sequence[Tree], *, config: KDAConfig) -> Tree:
     """The inverse of `shard_heads`: the whole of all ranks' trees, in their order."""
-    head_config(config, len(trees))
-
-    def join(*nodes: Any) -> Any:
-        cuts = _cuts(nodes[0], config)
-        return nodes[0]._replace(
-            **{
-                name: _convert(cut, lambda cut, *xs: cut.join(xs), *(getattr(node, name) for node in nodes))
-                for name, cut in cuts.items()
-            }
-        )
-
-    return _each_layer(join, *trees)
+    _head_config("join_heads", config, len(trees))
+    return _each_layer(partial(_recut, config, lambda cut, *xs: cut.join(xs)), *trees)
 
 
 def gather_heads(tree: Tree, *, config: KDAConfig, mesh: DeviceMesh | None = None) -> Tree:
@@ -677,7 +662,7 @@ def distributed_kimi_delta_attention(
     T = _tokens(caller, "x", x, "*B T D")
     context = _context(caller, mesh, T, lengths, cu_seqlens)
     heads = _axis(caller, mesh, "heads")
-    local = config if heads is None else head_config(config, heads.size())
+    local = config if heads is None else _head_config(caller, config, heads.size())
     packing = check_layer(
         caller, params, state, x, local, cu_seqlens if context is None else context.cu_seqlens, impl
     )
@@ -710,7 +695,7 @@ def distributed_kimi_linear(
     heads = _axis(caller, mesh, "heads")
     if context is not None and "mla" in config.layer_types:
         raise NotImplementedError(f'{caller}: MLA layers are not built for an axis "context"')
-    local = config if heads is None else replace(config, kda=head_config(config.kda, heads.size()))
+    local = config if heads is None else replace(config, kda=_head_config(caller, config.kda, heads.size()))
     packing = check_kimi_linear(
         caller, params, state, tokens, local, cu_seqlens if context is None else context.cu_seqlens, impl
     )

@@ -492,6 +492,16 @@ def run_errors() -> None:
         "no forward mode",
         lambda: torch.func.jvp(partial(distributed_kda, mesh=mesh), tangents, tangents),
     )
+
+    def by_heads(x: Tensor) -> Any:
+        one = partial(shard_heads, rank=rank, ranks=4, config=heads_config)
+        return distributed_kimi_delta_attention(
+            one(params), one(layer_state), x, config=heads_config, mesh=heads
+        )
+
+    heads_config = KDAConfig(hidden_size=D, num_heads=4, head_dim=K)
+    params, layer_state, x = layer_inputs(heads_config, None, torch.float64)
+    raises(NotImplementedError, "no forward mode", lambda: torch.func.jvp(by_heads, (x,), (x,)))
     mla = MLAConfig(hidden_size=D, num_heads=2, head_dim=3, shared_dim=2, head_v_dim=4, latent_dim=5)
     hybrid = KimiLinearConfig(
         vocab_size=11, layer_types=("kda", "mla"), intermediate_size=9, kda=CONFIG, mla=mla
@@ -701,6 +711,8 @@ def test_context_lengths(tokens: int, ranks: int, lengths: tuple[int, ...]) -> N
             lambda: shard_heads(init_state(CONFIG), 0, 3, config=CONFIG),
             "3 ranks must divide the heads, got H=2",
         ),
+        (lambda: shard_heads(init_state(CONFIG), 0, 0, config=CONFIG), "ranks must be a positive integer"),
+        (lambda: join_heads([init_state(CONFIG)] * 3, config=CONFIG), "join_heads: 3 ranks must divide"),
         (lambda: shard_heads(init_state(CONFIG), 2, 2, config=CONFIG), r"rank must be in \[0, 2\), got 2"),
     ],
 )
