@@ -305,6 +305,33 @@ def run_transforms(n: int, lengths: tuple[int, ...]) -> None:
     close(curvature[1:], [x.split(lengths)[rank] for x in theirs[1:]], 1e-9)
 
 
+def run_head_transforms() -> None:
+    """torch.func.grad, per-sample gradients and a second derivative over heads, of the layer."""
+    mesh = MESHES["heads 2"]
+    cut = partial(shard_heads, rank=mesh.get_local_rank("heads"), ranks=2, config=CONFIG)
+    params, state, x = layer_inputs(CONFIG, None, torch.float64)
+    call = partial(distributed_kimi_delta_attention, config=CONFIG, mesh=mesh)
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return call(params, cut(state), x)[1].square().sum()
+
+    def expected(params: Any, x: Tensor) -> Tensor:
+        return oracles.kimi_delta_attention(params, state, x, config=CONFIG)[1].square().sum()
+
+    ours, theirs = grad(loss, (0, 1))(cut(params), x), grad(expected, (0, 1))(params, x)
+    close(ours, (cut(theirs[0]), theirs[1]), 1e-10)
+    samples = vmap(grad(loss, (0, 1)), (None, 0))(cut(params), torch.stack([x, x.flip(0)]))
+    close(optree.tree_map(lambda y: y[0], samples), ours, 1e-10)
+    assert not torch.equal(samples[1][0], samples[1][1])
+
+    def slope(function: Any, params: Any, x: Tensor) -> Tensor:
+        return (grad(function, 1)(params, x) * rand(31, T, D)).sum()
+
+    ours = grad(partial(slope, loss), (0, 1))(cut(params), x)
+    theirs = grad(partial(slope, expected), (0, 1))(params, x)
+    close(ours, (cut(theirs[0]), theirs[1]), 1e-9)
+
+
 def run_isolation() -> None:
     """NaN in one sequence, begun and ended on other ranks, stays in it: the others' outputs to the bit."""
     mesh, lengths, cu = MESHES["context 4"], (4, 3, 3, 3), (0, 2, 8, 13)
@@ -557,6 +584,7 @@ for lengths in SPLITS[2]:
     add(f"model {both} {lengths}", 4, partial(run_model, both, lengths, None))
 add("model context 4 packed", 4, partial(run_model, "context 4", SPLITS[4][0], PACKS[0]))
 add("model heads 2", 2, partial(run_model, "heads 2", (T,), None))
+add("transforms over heads", 2, run_head_transforms)
 add("NaN stays", 4, run_isolation)
 add("messages", 4, run_counts)
 add("int8", 2, run_quantised)
@@ -622,9 +650,10 @@ def run_ranks(folder: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     command = [sys.executable, __file__, str(folder)]
     ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(WORLD)]
+    deadline = time.monotonic() + SECONDS
     try:
         for rank in ranks:
-            rank.wait(SECONDS)
+            rank.wait(max(0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         print(f"the processes were stopped after {SECONDS} seconds", file=sys.stderr)
     finally:
