@@ -214,6 +214,8 @@ over several devices is behind it.** What it is made of:
 - *computed*: a slice runs KDA twice, for its outputs and for its map, and a product adds the state's part.
 - *specified*, one way: {specified}.
   Its kernels' bytes (docs/ascend.md) and matmuls are timed at these. Nothing has run there: a floor.
+- *seen* on two CPU cores, a process of one thread on each: a layer of D 1024, 8 heads of 128, over 16,384
+  tokens in float32 takes 3.4 s in one process and 2.2 s in two that share time.
 - *assumed*: {h200.latency * 1e6:.0f} µs for a collective, nothing overlapped, nodes of {NODE}.
 
 ## What is sent

@@ -102,7 +102,7 @@ def _from_nothing(
     end, outputs = memory(start, q, k, values, *gates, **options)
     offset, transform = end.split([V, K], -1)
     o, seen = outputs.split([V, K], -1)
-    return Transition(transform, offset), o, seen
+    return Transition(transform.contiguous(), offset.contiguous()), o, seen
 
 
 def with_state(

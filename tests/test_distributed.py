@@ -25,7 +25,7 @@ import optree
 import pytest
 import torch
 import torch.distributed as dist
-from laws import GRADIENT, VALUE, assert_close, assert_identical, error
+from laws import GRADIENT, LAYER_ROUNDINGS, VALUE, assert_close, assert_identical, error
 from oracles import torch_oracles as oracles
 from subjects import leaves
 from torch import Tensor
@@ -118,13 +118,13 @@ def layer_inputs(
     """params, state and x, the rates of the heads far apart."""
     generator = torch.Generator().manual_seed(0)
     params = init_kimi_delta_attention(config, generator=generator, dtype=dtype)
-    N = () if cu is None else (len(cu) - 1,)
-    rates = torch.linspace(-3, 2, config.HV, dtype=dtype)
+    N, wide = () if cu is None else (len(cu) - 1,), torch.promote_types(dtype, torch.float32)
+    rates = torch.linspace(-3, 2, config.HV, dtype=wide)
     norm = rand(6, config.V, dtype=dtype)
-    params = params._replace(A_log=rates, norm=norm, dt_bias=rand(7, config.HV * config.K, dtype=dtype))
+    params = params._replace(A_log=rates, norm=norm, dt_bias=rand(7, config.HV * config.K, dtype=wide))
     state = KDAState(
         rand(8, *N, config.W - 1, config.P, dtype=dtype),
-        rand(9, *N, config.HV, config.K, config.V, dtype=dtype),
+        rand(9, *N, config.HV, config.K, config.V, dtype=wide),
     )
     return params, state, rand(10, T, D, dtype=dtype)
 
@@ -262,6 +262,26 @@ def run_layer(
     # Each head's rate has a gradient of its own.
     rates = total(mesh, g_params).A_log
     assert len({float(x) for x in rates}) == config.HV // ranks and bool((rates != 0).all())
+
+
+def run_half(axes: str, lengths: tuple[int, ...]) -> None:
+    """The layer in bf16 beside the float64 one: its values, and its gradients as one vector."""
+    mesh = MESHES[axes]
+    context, rank = mesh.get_local_rank("context"), mesh.get_local_rank("heads")
+    cut = partial(shard_heads, rank=rank, ranks=2, config=CONFIG)
+    params, state, x = layer_inputs(CONFIG, None, torch.bfloat16)
+    (_, y), (w_state, w), (d_params, _, d_x) = layer_expected(CONFIG, None, torch.bfloat16)
+    inputs: Any = cut(params), x.split(lengths)[context]
+    tracked: Any = optree.tree_map(lambda x: x.clone().requires_grad_(), inputs)
+    options: Any = {"config": CONFIG, "mesh": mesh, "lengths": lengths}
+    new, out = distributed_kimi_delta_attention(tracked[0], cut(state), tracked[1], **options)
+    assert_close(out.detach(), y.split(lengths)[context], VALUE[out.dtype] * LAYER_ROUNDINGS)
+    # Every rank has the state: that of the first counts.
+    cotangents = optree.tree_map(lambda w: w * (context == 0), cut(w_state)), w.split(lengths)[context]
+    slopes = torch.autograd.grad(dot((new, out), cotangents), leaves(tracked), materialize_grads=True)
+    flat = [torch.cat([x.double().flatten() for x in leaves(tree)]) for tree in (slopes[:-1], cut(d_params))]
+    assert error(total(mesh, flat[0]), flat[1]) < GRADIENT[out.dtype] * LAYER_ROUNDINGS
+    assert error(slopes[-1], d_x.split(lengths)[context]) < GRADIENT[out.dtype] * LAYER_ROUNDINGS
 
 
 def run_transforms(n: int, lengths: tuple[int, ...]) -> None:
@@ -585,6 +605,7 @@ for lengths in SPLITS[2]:
 add("model context 4 packed", 4, partial(run_model, "context 4", SPLITS[4][0], PACKS[0]))
 add("model heads 2", 2, partial(run_model, "heads 2", (T,), None))
 add("transforms over heads", 2, run_head_transforms)
+add("layer bfloat16", 4, partial(run_half, "context 2 heads 2", (7, 6)))
 add("NaN stays", 4, run_isolation)
 add("messages", 4, run_counts)
 add("int8", 2, run_quantised)
