@@ -352,7 +352,7 @@ def together(run: Callable[[], Result], checkpoint: Path | None) -> Result:
     try:
         result = run()
         dist.destroy_process_group()
-    except SystemExit:
+    except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:
         if not is_of_a_collective(error):
