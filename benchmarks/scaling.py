@@ -236,8 +236,8 @@ On 910B3-class devices:
 Two things hold context parallelism back. The map is a second run of KDA. And every rank has every map, so
 that what it receives grows with the ranks: on 64 of H200 {network} of the time is the network's. Heads need
 no map, and divide it by {NODE}; but their sum of y grows with the tokens. So up to four ranks of H200 are
-best given heads, at eight both ways are alike; inside a node of 910B3-class devices, with its links, context
-is the faster; and 64 ranks of either are best given both.
+best given heads, and eight context; inside a node of 910B3-class devices, with its links, context is always
+the faster; and 64 ranks of either are best given both.
 
 ## Where context parallelism starts to pay
 

@@ -54,6 +54,6 @@ def test_the_prose_is_true(scaling: ModuleType) -> None:
         return scaling.layer_seconds(machine, context, heads, scaling.MILLION)
 
     assert all(seconds(h200, 1, n) < seconds(h200, n, 1) for n in (2, 4))
-    assert seconds(h200, 1, 8) == pytest.approx(seconds(h200, 8, 1), rel=0.05)
+    assert seconds(h200, 8, 1) < seconds(h200, 1, 8)
     assert all(seconds(ascend, n, 1) < seconds(ascend, 1, n) for n in (2, 4, 8))
     assert all(seconds(machine, 8, 8) < seconds(machine, 64, 1) for machine in (h200, ascend))
