@@ -1,0 +1,100 @@
+"""Drafts: verified in one call, accepted by picking a state, rejected by keeping another.
+
+    states, y = verify(params, state, x)          the state after every token of a chain or a tree
+    state     = accept(state, states, count)      that after the count-th token; 0: as if there had been none
+
+Nothing is rolled back: the state before the drafts is a value, and is still there. In a pool the states of
+the last drafts lie in the columns of a request's slots, and `plan_batch` starts from the accepted one, also when
+their number comes late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import optree
+import torch
+
+from kda_fn.layers.kimi_delta_attention import apply_kda_layer, check_layer
+from kda_fn.serving.plan import plan_batch
+from kda_fn.serving.step import run_rows
+from kda_fn.types import Float, Impl, KDAConfig, KDAParams, KDAState, Tensor
+
+__all__ = ["accept", "accepted_lengths", "verify"]
+
+
+def verify(
+    params: KDAParams,
+    state: KDAState,
+    x: Float[Tensor, "T D"],
+    *,
+    config: KDAConfig,
+    parents: Sequence[int] | None = None,
+    impl: Impl | None = None,
+) -> tuple[KDAState, Float[Tensor, "T D"]]:
+    """A KDA layer over the T tokens of one request's drafts, each from the state after the token before it.
+
+    Parameters
+    ----------
+    params, config, impl : as of `kimi_delta_attention`.
+    state : of one request, without batch axes. Batches are a `vmap`, or `step_batch`.
+    x : [T D], T >= 1.
+    parents : the token before each, an earlier one, or -1 for the state; None for a chain.
+
+    Returns
+    -------
+    states, y : the state after each token, leaves [T ..] in x's order, and [T D].
+
+    Raises ValueError or TypeError for an argument that does not fit, before any work.
+    """
+    check_layer("verify", params, state, x, config, None, impl)
+    if x.ndim != 2 or not len(x):
+        raise ValueError(f"verify: x has shape {tuple(x.shape)}, expected [T D] with T >= 1")
+    T = len(x)
+    if T == 1:
+        after, y = apply_kda_layer(params, state, x, config, None, impl)
+        return optree.tree_map(lambda leaf: leaf.unsqueeze(0), after), y
+    # The slots stand for nothing here but T columns.
+    plan = plan_batch(
+        [T],
+        has_state=[True],
+        slots=[list(range(T))],
+        capacity=T,
+        drafts=[T - 1],
+        parents=None if parents is None else [list(parents)],
+        device=x.device,
+    )
+    roots = optree.tree_map(lambda leaf: leaf.expand(T, *leaf.shape), state)
+    none = optree.tree_map(lambda leaf: leaf.new_zeros(0, *leaf.shape), state)
+    _, states, y = run_rows(params, none, roots, x.index_select(0, plan.order), plan, config, impl)
+    back = plan.back
+    return optree.tree_map(lambda leaf: leaf.index_select(0, back), states), y.index_select(0, back)
+
+
+def accept(before: KDAState, states: KDAState, count: Tensor | int) -> KDAState:
+    """The state after the count-th of T tokens; `before` for 0, and for a count that no token has.
+
+    before : leaves [..]. states : leaves [T ..], of `verify`. count : a number, or a tensor of one.
+
+    Any trees of tensors will do. Raises ValueError for trees that differ.
+    """
+    if optree.tree_structure(before) != optree.tree_structure(states):
+        raise ValueError("accept: before and states must be trees of one structure")
+    leaf = optree.tree_leaves(states)[0]
+    index = torch.as_tensor(count, dtype=torch.int64, device=leaf.device).reshape(1)
+    index = torch.where((index >= 0) & (index <= len(leaf)), index, 0)
+
+    def pick(first: Tensor, rest: Tensor) -> Tensor:
+        return torch.cat([first.unsqueeze(0), rest]).index_select(0, index).squeeze(0)
+
+    return optree.tree_map(pick, before, states)
+
+
+def accepted_lengths(lengths: Tensor, written: Tensor, accepted: Tensor) -> Tensor:
+    """Of sequences counted with all their drafts, the lengths once those rejected are known.
+
+        lengths - (written - accepted)        all [R], integers, on any device
+
+    A new tensor: it is applied once, however many layers or replays share the old one.
+    """
+    return lengths - (written - accepted)
