@@ -16,7 +16,22 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kda_fn
-from kda_fn import KDAConfig, KDAParams, KDAState, init_kimi_delta_attention, init_state, kimi_delta_attention
+from kda_fn import (
+    KDAConfig,
+    KDAParams,
+    KDAState,
+    KimiLinearConfig,
+    KimiLinearParams,
+    MLAConfig,
+    MLAState,
+    init_kimi_delta_attention,
+    init_kimi_linear,
+    init_kimi_linear_state,
+    init_state,
+    kimi_delta_attention,
+    kimi_linear,
+)
+from kda_fn.layers.kimi_linear import KimiLinearState
 from kda_fn.serving.plan import chunk_indices, chunk_offsets, idle_plan, plan_batch, update_plan_
 from kda_fn.serving.pool import fork, free, gather, scatter, scatter_
 from kda_fn.serving.speculate import accept, accepted_lengths, verify
@@ -137,7 +152,7 @@ def test_rows_are_what_they_are() -> None:
         has_state=[True, False, True, True, True, True, False],
         slots=[[8, -1, -1], [7, -1, -1], [6, -1, -1], [5, -1, -1], [4, 3, 2], [1, -1, -1], [0, -1, -1]],
         capacity=9,
-        drafts=[0, 0, 0, 0, 2, 0, 1],
+        drafts=[None, None, None, None, 2, None, 1],
     )
     assert plan.decodes == 2 and plan.cu_seqlens == (0, 1, 2, 3, 8, 10)
     assert plan.load.tolist() == [8, 1, -1, 6, -1]
@@ -175,8 +190,11 @@ def test_plans_that_do_not_fit() -> None:
     base: dict[str, Any] = {"has_state": [True, True], "slots": [0, 1], "capacity": 2}
     for change, message in (
         ({"has_state": [True]}, "has_state must have an entry for each of 2 requests, it has 1"),
-        ({"drafts": [0, 5]}, r"request 1 has 5 drafts, its length must be 5 \+ 1, got 3"),
-        ({"drafts": [0, 2]}, "request 1 verifies 3 tokens, slots must have a column for each, they have 1"),
+        ({"drafts": [None, 5]}, r"request 1 has 5 drafts, its length must be 5 \+ 1, got 3"),
+        (
+            {"drafts": [None, 2]},
+            "request 1 verifies 3 tokens, slots must have a column for each, they have 1",
+        ),
         ({"slots": [1, 1]}, "two rows have slot 1"),
         ({"accepted": [1, 1]}, "accepted needs written"),
         ({"accepted": [1, 1], "written": [1, 2]}, "written must be 1 to 1"),
@@ -187,7 +205,12 @@ def test_plans_that_do_not_fit() -> None:
     slots = [[0, 1, 2], [3, 4, 5]]
     with pytest.raises(ValueError, match=r"parents\[1\] must name an earlier token"):
         plan_batch(
-            [1, 3], has_state=[True] * 2, slots=slots, capacity=6, drafts=[0, 2], parents=[None, [-1, 2, 0]]
+            [1, 3],
+            has_state=[True] * 2,
+            slots=slots,
+            capacity=6,
+            drafts=[None, 2],
+            parents=[None, [-1, 2, 0]],
         )
 
 
@@ -214,7 +237,7 @@ def test_nothing_is_read_back() -> None:
             has_state=[True, True, False],
             slots=slots,
             capacity=16,
-            drafts=[0, 3, 0],
+            drafts=[None, 3, None],
             accepted=counts,
             written=[1, 2, 1],
         )
@@ -266,7 +289,7 @@ def _batches(draw: st.DrawFn) -> dict[str, Any]:
             )
         lengths.append(length)
         has_state.append(kind not in ("fresh",))
-        drafts.append(length - 1 if kind == "verify" else 0)
+        drafts.append(length - 1 if kind == "verify" else None)
         before = draw(st.integers(1, 4)) if kind == "late" else 1
         written.append(before)
         accepted.append(draw(st.integers(1, before)))
@@ -316,7 +339,7 @@ def test_each_row_as_alone(dtype: torch.dtype, tolerance: float, batch: dict[str
         if not states:
             continue
         assert error(mine, expected) <= tolerance
-        kept = states if batch["drafts"][r] else states[-1:]
+        kept = states if batch["drafts"][r] is not None else states[-1:]
         for column, state in enumerate(kept):
             written.add(slots[r][column])
             for leaf, exact in zip(_slot(after, slots[r][column]), state, strict=True):
@@ -383,7 +406,7 @@ def test_a_step_that_does_not_fit() -> None:
         step_batch(params, pool, _draw(2, 12), plan, config=CONFIG)
     with pytest.raises(TypeError, match="plan must be BatchPlan, got tuple"):
         step_batch(params, pool, _draw(1, 12), tuple(plan), config=CONFIG)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"x has shape \(1, 1, 11\)"):
+    with pytest.raises(ValueError, match=r"x has shape \(1, 11\)"):
         step_batch(params, pool, _draw(1, 11), plan, config=CONFIG)
 
 
@@ -395,7 +418,7 @@ def test_transforms_of_a_step() -> None:
         has_state=[True] * 3,
         slots=[[0, 1, 2], [3, -1, -1], [4, -1, -1]],
         capacity=6,
-        drafts=[2, 0, 0],
+        drafts=[2, None, None],
     )
 
     def y_of(x: Tensor) -> Tensor:
@@ -436,7 +459,7 @@ def test_verify(parents: tuple[int, ...] | None) -> None:
 
 def test_verify_refuses() -> None:
     params, state = _params(), _slot(_pool(1), 0)
-    with pytest.raises(ValueError, match=r"expected \[T D\] with T >= 1"):
+    with pytest.raises(ValueError, match=r"expected T >= 1 tokens"):
         verify(params, state, _draw(0, 12), config=CONFIG)
     with pytest.raises(ValueError, match=r"parents\[0\] must name an earlier token"):
         verify(params, state, _draw(2, 12), config=CONFIG, parents=(0, -1))
@@ -464,3 +487,91 @@ def test_a_prefix_resumes_at_any_length() -> None:
     )
     expected, y_expected = kda_fn.kimi_delta_attention(params, _zeros(), x, config=CONFIG)
     assert_close((_slot(pool, 2), y), (expected, y_expected[37:]), 1e-12)
+
+
+# The hybrid model
+
+
+HYBRID = KimiLinearConfig(
+    vocab_size=11,
+    kda=CONFIG,
+    layer_types=("kda", "mla", "kda"),
+    intermediate_size=16,
+    mla=MLAConfig(hidden_size=12, num_heads=2, head_dim=4, head_v_dim=4, latent_dim=6, shared_dim=2),
+)
+ROOM = 24
+
+
+def _model() -> KimiLinearParams:
+    return init_kimi_linear(HYBRID, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def _tokens(T: int) -> Tensor:
+    return torch.randint(11, (T,), generator=torch.Generator().manual_seed(T))
+
+
+def _model_pool(params: KimiLinearParams, slots: int) -> KimiLinearState:
+    """Each slot after as many tokens as its number, and garbage where a cache holds none."""
+    pool = init_kimi_linear_state(HYBRID, (slots,), capacity=ROOM, dtype=torch.float64)
+    for slot in range(slots):
+        one = optree.tree_map(lambda leaf: leaf[slot], pool)  # noqa: B023
+        one, _ = kimi_linear(params, one, _tokens(slot), config=HYBRID)
+        pool = scatter(pool, [slot], optree.tree_map(lambda leaf: leaf.unsqueeze(0), one))
+    return pool
+
+
+def _visible(state: Any) -> list[Tensor]:
+    """A state without what lies beyond a cache's length."""
+    leaves = []
+    for layer in state:
+        if isinstance(layer, MLAState):
+            kept = (torch.arange(ROOM) < layer.length).unsqueeze(-1)
+            layer = layer._replace(latent=layer.latent * kept, shared=layer.shared * kept)
+        leaves += [leaf.double() for leaf in layer]
+    return leaves
+
+
+def test_the_model_row_by_row() -> None:
+    """Prefill, decode, drafts, an empty row and a dead one, over the slots of the hybrid model."""
+    params = _model()
+    pool = _model_pool(params, 12)
+    lengths, drafts = [1, 5, 3, 0, 1, 2, 2], [None, None, 2, None, None, None, 1]
+    has_state = [True, False, True, True, True, True, True]
+    slots = [[4, -1, -1], [9, -1, -1], [2, 7, 0], [1, -1, -1], [-1] * 3, [3, -1, -1], [11, 10, -1]]
+    x = _tokens(14)
+    plan = plan_batch(lengths, has_state=has_state, slots=slots, capacity=12, drafts=drafts)
+    after, y = step_batch(params, pool, x, plan, config=HYBRID)
+    zeros = init_kimi_linear_state(HYBRID, capacity=ROOM, dtype=torch.float64)
+    t, written = 0, set()
+    for r, length in enumerate(lengths):
+        ids, logits = x[t : t + length], y[t : t + length]
+        t += length
+        if slots[r][0] < 0:
+            assert not logits.any()
+            continue
+        start = optree.tree_map(lambda leaf: leaf[slots[r][0]], pool) if has_state[r] else zeros  # noqa: B023
+        for n in range(1, length + 1) if drafts[r] is not None else [length] * bool(length):
+            state, expected = kimi_linear(params, start, ids[:n], config=HYBRID)
+            slot = slots[r][n - 1 if drafts[r] is not None else 0]
+            written.add(slot)
+            mine = optree.tree_map(lambda leaf: leaf[slot], after)  # noqa: B023
+            assert_close((_visible(mine), logits[:n]), (_visible(state), expected), 1e-11)
+    for slot in set(range(12)) - written:
+        for leaf, old in zip(optree.tree_leaves(after), optree.tree_leaves(pool), strict=True):
+            assert torch.equal(leaf[slot], old[slot])
+
+
+def test_the_models_drafts() -> None:
+    params = _model()
+    state = optree.tree_map(lambda leaf: leaf[5], _model_pool(params, 6))
+    x = _tokens(4)
+    states, y = verify(params, state, x, config=HYBRID)
+    for n in range(1, 5):
+        expected, logits = kimi_linear(params, state, x[:n], config=HYBRID)
+        accepted = accept(state, states, n)
+        assert_close((_visible(accepted), y[:n]), (_visible(expected), logits), 1e-11)
+    with pytest.raises(NotImplementedError, match="attention over a tree of drafts is not built"):
+        verify(params, state, x, config=HYBRID, parents=(-1, 0, 0, 1))
+    growing = init_kimi_linear_state(HYBRID, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"the cache of layer 1 must be preallocated"):
+        verify(params, growing, x, config=HYBRID)

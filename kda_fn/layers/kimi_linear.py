@@ -68,6 +68,7 @@ __all__ = [
 
 KimiLinearState: TypeAlias = tuple[KDAState | MLAState, ...]
 KDALayer: TypeAlias = Callable[..., tuple[KDAState, Tensor]]
+MLALayer: TypeAlias = Callable[..., tuple[MLAState, Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,10 +220,11 @@ def apply_kimi_linear(
     cu_seqlens: tuple[int, ...] | None,
     impl: Impl | None,
     kda_layer: KDALayer = apply_kda_layer,
+    mla_layer: MLALayer = apply_mla,
 ) -> tuple[KimiLinearState, Float[Tensor, "*B T vocab"]]:
-    """`kimi_linear` of what has been checked; `kda_layer` stands in for `apply_kda_layer`."""
+    """`kimi_linear` of what has been checked; the layers stand in for `apply_kda_layer` and `apply_mla`."""
     new_state, h = [], F.embedding(tokens, params.embedding)
-    for block_state, stream in _blocks(params, state, h, config, cu_seqlens, impl, kda_layer):
+    for block_state, stream in _blocks(params, state, h, config, cu_seqlens, impl, kda_layer, mla_layer):
         new_state.append(block_state)
         h = stream
     head = params.embedding if config.tie_embeddings else params.head
@@ -259,6 +261,7 @@ def _blocks(
     cu_seqlens: tuple[int, ...] | None,
     impl: Impl | None,
     kda_layer: KDALayer = apply_kda_layer,
+    mla_layer: MLALayer = apply_mla,
 ) -> Iterator[tuple[KDAState | MLAState, Float[Tensor, "*B T D"]]]:
     completed: tuple[Tensor, ...] = ()
     for i, (block, block_state) in enumerate(zip(params.blocks, state, strict=True)):
@@ -268,7 +271,7 @@ def _blocks(
             block_state, y = kda_layer(block.attention, block_state, x, config.kda, cu_seqlens, impl)
         else:
             assert isinstance(block.attention, MLAParams) and config.mla is not None
-            block_state, y = apply_mla(block.attention, block_state, x, config.mla, cu_seqlens, impl)
+            block_state, y = mla_layer(block.attention, block_state, x, config.mla, cu_seqlens, impl)
         if config.residual_block is not None and i % config.residual_block == 0:
             completed, h = (*completed, h), y
         else:

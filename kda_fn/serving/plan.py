@@ -49,6 +49,8 @@ class BatchPlan(NamedTuple):
     """Of the N packed rows the first so many are one token with a state."""
     levels: tuple[int, ...]
     """Where verified tokens of depth 0, 1, .. begin, and M."""
+    chains: tuple[tuple[int, ...], ...] | None
+    """The verified tokens of each request, one after the other; None where one's are a tree."""
 
 
 def plan_batch(
@@ -57,7 +59,7 @@ def plan_batch(
     has_state: Sequence[bool],
     slots: Slots,
     capacity: int,
-    drafts: Sequence[int] | None = None,
+    drafts: Sequence[int | None] | None = None,
     parents: Sequence[Sequence[int] | None] | None = None,
     accepted: Slots | None = None,
     written: Sequence[int] | None = None,
@@ -74,8 +76,8 @@ def plan_batch(
         after token j in column j. -1, or a slot outside the pool, is none: the row comes out as zeros, and no
         slot is written.
     capacity : how many slots the pool has.
-    drafts : of each request, how many of its tokens are drafts: its length less 1, or 0. A request without a
-        state is a prefill all the same.
+    drafts : of each request to verify, how many of its tokens are drafts, its length less 1; else None. A
+        request without a state is a prefill all the same.
     parents : of each request with drafts, the token before each of its tokens, -1 for the state that it
         starts from; None for a chain.
     accepted : [R], of the `written` tokens of each request's last step, how many count: it starts from the
@@ -93,7 +95,7 @@ def plan_batch(
     if device is None:
         device = slots.device if isinstance(slots, Tensor) else "cpu"
     device = torch.device(device)
-    drafts = [0] * R if drafts is None else list(drafts)
+    drafts = [None] * R if drafts is None else list(drafts)
     parents = [None] * R if parents is None else list(parents)
     _check_rows(caller, lengths, R, has_state=has_state, drafts=drafts, parents=parents)
     flat = (
@@ -111,13 +113,13 @@ def plan_batch(
             raise ValueError(f"{caller}: requests must be at least the batch's {R}, got {requests}")
         extra = requests - R
         lengths, has_state = lengths + [1] * extra, has_state + [True] * extra
-        drafts, parents = drafts + [0] * extra, parents + [None] * extra
+        drafts, parents = drafts + [None] * extra, parents + [None] * extra
         start = torch.cat([start, start.new_full((extra,), -1)])
         table = torch.cat([table, table.new_full((extra, S), -1)])
         usable = torch.cat([usable, usable.new_zeros(extra)])
     first = [0, *accumulate(lengths)]
     rows = [r for r, length in enumerate(lengths) if length]
-    verified = [r for r in rows if drafts[r] and has_state[r]]
+    verified = [r for r in rows if drafts[r] is not None and has_state[r]]
     packed = [r for r in rows if r not in set(verified)]
     decoded = [r for r in packed if lengths[r] == 1 and has_state[r]]
     packed = decoded + [r for r in packed if r not in set(decoded)]
@@ -132,10 +134,11 @@ def plan_batch(
             trees.append((depth[j], r, j, parent))
         if lengths[r] > S:
             raise ValueError(
-                f"{caller}: request {r} verifies {lengths[r]} tokens, slots must have a column for each, they "
-                f"have {S}"
+                f"{caller}: request {r} verifies {lengths[r]} tokens, slots must have a column for each, "
+                f"they have {S}"
             )
     trees.sort(key=lambda token: token[:3])
+    is_chain = all(parent == j - 1 for _depth, _r, j, parent in trees)
     place = {(r, j): i for i, (_depth, r, j, _parent) in enumerate(trees)}
     order += [first[r] + j for _depth, r, j, _parent in trees]
     depths = [depth for depth, *_rest in trees]
@@ -164,6 +167,7 @@ def plan_batch(
         cu_seqlens=(0, *accumulate(lengths[r] for r in packed)),
         decodes=len(decoded),
         levels=(*levels, len(trees)),
+        chains=tuple(tuple(place[r, j] for j in range(lengths[r])) for r in verified) if is_chain else None,
     )
 
 
@@ -215,7 +219,7 @@ def _starts(
     R: int,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """The slot that each request starts from, and whether it does anything: it has slots, and a valid count."""
+    """The slot that each request starts from, and whether it does anything: it has one, and a valid count."""
     usable = table.select(1, 0) >= 0
     if accepted is None:
         return table.select(1, 0), usable
@@ -243,7 +247,8 @@ def _tree(caller: str, r: int, length: int, parents: Sequence[int] | None) -> Se
         return range(-1, length - 1)
     if len(parents) != length or any(not -1 <= p < j for j, p in enumerate(parents)):
         raise ValueError(
-            f"{caller}: parents[{r}] must name an earlier token, or -1, for each of {length}, got {list(parents)}"
+            f"{caller}: parents[{r}] must name an earlier token, or -1, for each of {length}, "
+            f"got {list(parents)}"
         )
     return parents
 
@@ -257,7 +262,7 @@ def _check_rows(caller: str, lengths: Sequence[int], R: int, **others: Sequence[
     if any(not isinstance(n, int) or n < 0 for n in lengths):
         raise ValueError(f"{caller}: lengths must be integers from 0, got {list(lengths)}")
     for r, (length, draft) in enumerate(zip(lengths, others["drafts"], strict=True)):
-        if draft and others["has_state"][r] and draft != length - 1:
+        if draft is not None and others["has_state"][r] and draft != length - 1:
             raise ValueError(
                 f"{caller}: request {r} has {draft} drafts, its length must be {draft} + 1, got {length}"
             )

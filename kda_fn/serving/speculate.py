@@ -4,56 +4,57 @@
     state     = accept(state, states, count)      that after the count-th token; 0: as if there had been none
 
 Nothing is rolled back: the state before the drafts is a value, and is still there. In a pool the states of
-the last drafts lie in the columns of a request's slots, and `plan_batch` starts from the accepted one, also when
-their number comes late.
+the last drafts lie in the columns of a request's slots, and `plan_batch` starts from the accepted one, also
+when their number comes late.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import optree
 import torch
 
-from kda_fn.layers.kimi_delta_attention import apply_kda_layer, check_layer
+from kda_fn.layers.kimi_linear import KimiLinearConfig, KimiLinearParams, KimiLinearState
 from kda_fn.serving.plan import plan_batch
-from kda_fn.serving.step import run_rows
+from kda_fn.serving.step import check_one, run_rows
 from kda_fn.types import Float, Impl, KDAConfig, KDAParams, KDAState, Tensor
 
 __all__ = ["accept", "accepted_lengths", "verify"]
 
+State = TypeVar("State")
+
 
 def verify(
-    params: KDAParams,
-    state: KDAState,
-    x: Float[Tensor, "T D"],
+    params: KDAParams | KimiLinearParams,
+    state: KDAState | KimiLinearState,
+    x: Float[Tensor, "T D"] | Tensor,
     *,
-    config: KDAConfig,
+    config: KDAConfig | KimiLinearConfig,
     parents: Sequence[int] | None = None,
     impl: Impl | None = None,
-) -> tuple[KDAState, Float[Tensor, "T D"]]:
-    """A KDA layer over the T tokens of one request's drafts, each from the state after the token before it.
+) -> tuple[Any, Tensor]:
+    """A KDA layer, or the hybrid model, over T tokens of one request, each from the state after the one before.
 
     Parameters
     ----------
-    params, config, impl : as of `kimi_delta_attention`.
+    params, config, impl : as of `kimi_delta_attention`, or of `kimi_linear`.
     state : of one request, without batch axes. Batches are a `vmap`, or `step_batch`.
-    x : [T D], T >= 1.
+    x : [T D], or [T] token numbers, T >= 1.
     parents : the token before each, an earlier one, or -1 for the state; None for a chain.
 
     Returns
     -------
-    states, y : the state after each token, leaves [T ..] in x's order, and [T D].
+    states, y : the state after each token, leaves [T ..] in x's order, and [T D], or logits [T vocab].
 
-    Raises ValueError or TypeError for an argument that does not fit, before any work.
+    Raises ValueError or TypeError for an argument that does not fit, before any work; NotImplementedError for a
+    tree where there is attention.
     """
-    check_layer("verify", params, state, x, config, None, impl)
-    if x.ndim != 2 or not len(x):
-        raise ValueError(f"verify: x has shape {tuple(x.shape)}, expected [T D] with T >= 1")
+    if isinstance(x, Tensor) and x.ndim and not len(x):
+        raise ValueError(f"verify: x has shape {tuple(x.shape)}, expected T >= 1 tokens")
+    check_one("verify", params, state, x, config, impl)
     T = len(x)
-    if T == 1:
-        after, y = apply_kda_layer(params, state, x, config, None, impl)
-        return optree.tree_map(lambda leaf: leaf.unsqueeze(0), after), y
     # The slots stand for nothing here but T columns.
     plan = plan_batch(
         [T],
@@ -64,6 +65,7 @@ def verify(
         parents=None if parents is None else [list(parents)],
         device=x.device,
     )
+    check_one("verify", params, state, x, config, impl, plan)
     roots = optree.tree_map(lambda leaf: leaf.expand(T, *leaf.shape), state)
     none = optree.tree_map(lambda leaf: leaf.new_zeros(0, *leaf.shape), state)
     _, states, y = run_rows(params, none, roots, x.index_select(0, plan.order), plan, config, impl)
@@ -71,7 +73,7 @@ def verify(
     return optree.tree_map(lambda leaf: leaf.index_select(0, back), states), y.index_select(0, back)
 
 
-def accept(before: KDAState, states: KDAState, count: Tensor | int) -> KDAState:
+def accept(before: State, states: State, count: Tensor | int) -> State:
     """The state after the count-th of T tokens; `before` for 0, and for a count that no token has.
 
     before : leaves [..]. states : leaves [T ..], of `verify`. count : a number, or a tensor of one.

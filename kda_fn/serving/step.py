@@ -1,7 +1,7 @@
-"""One step of a batch: prefills, decodes and verified drafts in one call of a layer.
+"""One step of a batch: prefills, decodes and verified drafts in one call of a layer, or of the hybrid model.
 
-What a layer projects is of all tokens at once; only the convolution and the memory know which row is which.
-Packed rows are one packed call of each. Verified tokens are taken by depth, each from the state after the
+What is projected is of all tokens at once; only the convolution, the memory and attention know which row is
+which. Packed rows are one packed call of each. Verified tokens are taken by depth, each from the state after the
 token before it, so that the state after every one of them is there to be picked.
 """
 
@@ -12,57 +12,68 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import optree
 import torch
 
-from kda_fn import _check
+from kda_fn import _check, ragged
 from kda_fn.layers.kimi_delta_attention import apply_kda_layer, check_layer
+from kda_fn.layers.kimi_linear import (
+    KimiLinearConfig,
+    KimiLinearParams,
+    KimiLinearState,
+    apply_kimi_linear,
+    check_kimi_linear,
+)
+from kda_fn.layers.mla import MLAConfig, MLAParams, MLAState, apply_mla
 from kda_fn.primitives.causal_conv1d import causal_conv1d
 from kda_fn.primitives.fused_kda import fused_kda
 from kda_fn.serving.plan import BatchPlan
 from kda_fn.serving.pool import gather, scatter, scatter_
 from kda_fn.types import Float, Impl, KDAConfig, KDAParams, KDAState, Tensor
 
-__all__ = ["run_rows", "step_batch", "step_batch_"]
+__all__ = ["check_one", "run_rows", "step_batch", "step_batch_"]
 
 
 def step_batch(
-    params: KDAParams,
-    pool: KDAState,
-    x: Float[Tensor, "T D"],
+    params: KDAParams | KimiLinearParams,
+    pool: KDAState | KimiLinearState,
+    x: Float[Tensor, "T D"] | Tensor,
     plan: BatchPlan,
     *,
-    config: KDAConfig,
+    config: KDAConfig | KimiLinearConfig,
     impl: Impl | None = None,
-) -> tuple[KDAState, Float[Tensor, "T D"]]:
-    """A KDA layer over a batch of requests.
+) -> tuple[Any, Tensor]:
+    """A KDA layer, or the hybrid model, over a batch of requests.
 
     Parameters
     ----------
-    params, config, impl : as of `kimi_delta_attention`.
-    pool : a KDAState whose leaves have a slot axis first, `init_state(config, (slots,))`.
-    x : [T D], the tokens of all requests in the batch's order.
+    params, config, impl : as of `kimi_delta_attention`, or of `kimi_linear`.
+    pool : states whose leaves have a slot axis first: `init_state(config, (slots,))`, or
+        `init_kimi_linear_state(config, (slots,), capacity=..)`.
+    x : [T D], or [T] token numbers, of all requests in the batch's order.
     plan : of `plan_batch`.
 
     Returns
     -------
-    pool, y : a new pool in which the plan's slots hold what came of them, every other bit as it was; and [T D]
-    in the batch's order. Tokens of a request without a slot are zeros there, whatever they hold in x.
+    pool, y : a new pool in which the plan's slots hold what came of them, every other bit as it was; and [T D],
+    or logits [T vocab], in the batch's order. A request without a slot comes out as zeros, whatever x holds.
 
-    Raises ValueError or TypeError for an argument that does not fit, before any work.
+    Raises ValueError or TypeError for an argument that does not fit, before any work; NotImplementedError for a
+    tree of drafts where there is attention.
     """
     return _step("step_batch", scatter, params, pool, x, plan, config, impl)
 
 
 def step_batch_(
-    params: KDAParams,
-    pool: KDAState,
-    x: Float[Tensor, "T D"],
+    params: KDAParams | KimiLinearParams,
+    pool: KDAState | KimiLinearState,
+    x: Float[Tensor, "T D"] | Tensor,
     plan: BatchPlan,
     *,
-    config: KDAConfig,
+    config: KDAConfig | KimiLinearConfig,
     impl: Impl | None = None,
-) -> tuple[KDAState, Float[Tensor, "T D"]]:
-    """`step_batch` that writes into the pool it is given, for a serving loop: only the plan's slots are touched.
+) -> tuple[Any, Tensor]:
+    """`step_batch` that writes into the pool it is given, for a serving loop: into the plan's slots alone.
 
     Raises as `step_batch` does, and RuntimeError under a transform or where a derivative is recorded.
     """
@@ -71,59 +82,145 @@ def step_batch_(
 
 def _step(
     caller: str,
-    put: Callable[..., KDAState],
-    params: KDAParams,
-    pool: KDAState,
+    put: Callable[..., Any],
+    params: KDAParams | KimiLinearParams,
+    pool: KDAState | KimiLinearState,
     x: Tensor,
     plan: BatchPlan,
-    config: KDAConfig,
+    config: KDAConfig | KimiLinearConfig,
     impl: Impl | None,
-) -> tuple[KDAState, Tensor]:
+) -> tuple[Any, Tensor]:
     _check.instance(caller, "plan", plan, BatchPlan)
-    _check.instance(caller, "pool", pool, KDAState)
-    # Row by row x and the pool are a layer's input and state.
-    one = (
-        KDAState(*(leaf[:1] for leaf in pool))
-        if all(isinstance(leaf, Tensor) and leaf.ndim for leaf in pool)
-        else pool
+    # Slot by slot and token by token they are a call's state and input.
+    check_one(
+        caller, params, _first(pool), x[:1] if isinstance(x, Tensor) and x.ndim else x, config, impl, plan
     )
-    token = x[:1] if isinstance(x, Tensor) and x.ndim == 2 else x
-    check_layer(
-        caller, params, one, token if token is x else x.new_zeros(1, 1, x.shape[1]), config, None, impl
-    )
-    if x.ndim != 2 or len(x) != len(plan.order):
+    if len(x) != len(plan.order):
         raise ValueError(f"{caller}: x has shape {tuple(x.shape)}, the plan is of {len(plan.order)} tokens")
-    live = plan.live.unsqueeze(1)
+    live = plan.live.view(-1, *[1] * (x.ndim - 1))
     # Before as well as after: a gate of NaN would be left of 0 times it.
-    rows = torch.where(live, x, 0.0).index_select(0, plan.order)
-    packed, verified, y = run_rows(
-        params, gather(pool, plan.load), gather(pool, plan.verify_load), rows, plan, config, impl
+    rows = torch.where(live, x, torch.zeros((), dtype=x.dtype, device=x.device)).index_select(0, plan.order)
+    states, roots = gather(pool, plan.load), gather(pool, plan.verify_load)
+    packed, verified, y = run_rows(params, states, roots, rows, plan, config, impl)
+    slots = torch.cat([plan.store, plan.verify_store])
+    pool = put(pool, slots, _joined(packed, verified))
+    y = torch.where(
+        plan.live.unsqueeze(1), y.index_select(0, plan.back), torch.zeros((), dtype=y.dtype, device=y.device)
     )
-    states = KDAState(*(torch.cat(leaves) for leaves in zip(packed, verified, strict=True)))
-    pool = put(pool, torch.cat([plan.store, plan.verify_store]), states)
-    return pool, torch.where(live, y.index_select(0, plan.back), 0.0)
+    return pool, y
+
+
+def check_one(
+    caller: str,
+    params: KDAParams | KimiLinearParams,
+    state: Any,
+    x: Any,
+    config: KDAConfig | KimiLinearConfig,
+    impl: Impl | None,
+    plan: BatchPlan | None = None,
+) -> None:
+    """That all fits for one state and x [T D], or tokens [T]; and that the model can do what the plan says."""
+    if not isinstance(config, KimiLinearConfig):
+        check_layer(caller, params, state, x, config, None, impl)  # pyright: ignore[reportArgumentType]
+        if x.ndim != 2:
+            raise ValueError(f"{caller}: x has shape {tuple(x.shape)}, expected [T D]")
+        return
+    check_kimi_linear(caller, params, state, x, config, None, impl)  # pyright: ignore[reportArgumentType]
+    if x.ndim != 1:
+        raise ValueError(f"{caller}: x has shape {tuple(x.shape)}, expected the numbers of tokens, [T]")
+    for i, layer in enumerate(state):
+        if isinstance(layer, MLAState) and not layer.length.numel():
+            raise ValueError(f"{caller}: the cache of layer {i} must be preallocated (`capacity=`), it grows")
+    if plan is not None and plan.chains is None and "mla" in config.layer_types:
+        raise NotImplementedError(f"{caller}: attention over a tree of drafts is not built, only over chains")
 
 
 def run_rows(
-    params: KDAParams,
-    states: KDAState,
-    roots: KDAState,
-    x: Float[Tensor, "T D"],
+    params: Any,
+    states: Any,
+    roots: Any,
+    x: Tensor,
     plan: BatchPlan,
-    config: KDAConfig,
+    config: KDAConfig | KimiLinearConfig,
     impl: Impl | None,
-) -> tuple[KDAState, KDAState, Float[Tensor, "T D"]]:
-    """A layer over x [T D] in the plan's order, from the packed rows' states [N ..] and from the state before
-    each verified token's request [M ..].
+) -> tuple[Any, Any, Tensor]:
+    """Over x in the plan's order, from the packed rows' states [N ..] and from the state before each verified
+    token's request [M ..].
 
     The results are the packed rows' last states [N ..], the state after each verified token [M ..], and y.
     """
-    # `apply_kda_layer` hands a state's two halves to the two functions, and back.
-    both: Any = KDAState(*zip(states, roots, strict=True))
+    if isinstance(config, KimiLinearConfig):
+        both = tuple(_both(a, b) for a, b in zip(states, roots, strict=True))
+        layers = partial(_kda_rows, plan), partial(_mla_rows, plan)
+        after, y = apply_kimi_linear(params, both, x, config, None, impl, *layers)
+        packed, verified = zip(*(_halves(layer) for layer in after), strict=True)
+        return packed, verified, y
+    after, y = _kda_rows(plan, params, _both(states, roots), x, config, None, impl)
+    return *_halves(after), y
+
+
+def _both(packed: Any, verified: Any) -> Any:
+    """One state of pairs: the layers hand its fields to what stands in for their functions, and back."""
+    return type(packed)(*zip(packed, verified, strict=True))
+
+
+def _halves(state: Any) -> tuple[Any, Any]:
+    packed, verified = zip(*state, strict=True)
+    return type(state)(*packed), type(state)(*verified)
+
+
+def _joined(packed: Any, verified: Any) -> Any:
+    return optree.tree_map(lambda a, b: torch.cat([a, b]), packed, verified)
+
+
+def _first(pool: Any) -> Any:
+    """The state in the first slot, of what may be no pool at all."""
+    return optree.tree_map(
+        lambda leaf: leaf[0] if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) else leaf, pool
+    )
+
+
+def _kda_rows(
+    plan: BatchPlan,
+    params: KDAParams,
+    state: Any,
+    x: Float[Tensor, "T D"],
+    config: KDAConfig,
+    cu_seqlens: None,
+    impl: Impl | None,
+) -> tuple[Any, Float[Tensor, "T D"]]:
     conv, memory = partial(_conv, plan), partial(_memory, plan)
-    after, y = apply_kda_layer(params, both, x, config, None, impl, conv=conv, memory=memory)
-    packed, verified = (KDAState(*halves) for halves in zip(*after, strict=True))
-    return packed, verified, y
+    return apply_kda_layer(params, state, x, config, cu_seqlens, impl, conv=conv, memory=memory)
+
+
+def _mla_rows(
+    plan: BatchPlan,
+    params: MLAParams,
+    state: Any,
+    x: Float[Tensor, "T D"],
+    config: MLAConfig,
+    cu_seqlens: None,
+    impl: Impl | None,
+) -> tuple[Any, Float[Tensor, "T D"]]:
+    """`mla` of the packed rows, and of each chain of drafts: a cache after a token is the last, and its length."""
+    packed, rest = x.tensor_split([plan.cu_seqlens[-1]])
+    states, roots = _halves(state)
+    if len(packed):
+        states, packed = apply_mla(params, states, packed, config, plan.cu_seqlens, impl)
+    if len(rest):
+        assert plan.chains is not None
+        index = torch.tensor([i for chain in plan.chains for i in chain], device=x.device)
+        firsts = torch.tensor([chain[0] for chain in plan.chains], device=x.device)
+        counts = torch.tensor([j + 1 for chain in plan.chains for j in range(len(chain))], device=x.device)
+        owners = torch.tensor([n for n, chain in enumerate(plan.chains) for _ in chain], device=x.device)
+        lengths = ragged.cu_seqlens_of([len(chain) for chain in plan.chains])
+        before = MLAState(*(leaf.index_select(0, firsts) for leaf in roots))
+        after, tokens = apply_mla(params, before, rest.index_select(0, index), config, lengths, impl)
+        back = index.argsort()
+        latent, shared = (leaf.index_select(0, owners).index_select(0, back) for leaf in after[:2])
+        roots = MLAState(latent, shared, roots.length + counts.index_select(0, back).unsqueeze(1))
+        rest = tokens.index_select(0, back)
+    return _both(states, roots), torch.cat([packed, rest])
 
 
 def _conv(
