@@ -1,4 +1,4 @@
-"""The benchmarks as modules: they are programs, and belong to no package."""
+"""Benchmarks and examples as modules: they are programs, and belong to no package."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ def load(script: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"{script.parent.name}_{script.stem}", script)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    # Dataclasses and pickles look their modules up.
+    sys.modules[spec.name] = module
     path = sys.path.copy()
     sys.path.insert(0, str(script.parent))
     spec.loader.exec_module(module)

@@ -40,6 +40,9 @@ from kda_fn.serving.step import step_batch, step_batch_
 CONFIG = KDAConfig(hidden_size=12, num_heads=1, head_dim=8, num_v_heads=2, head_v_dim=4)
 POISON = (math.nan, 1e4)
 
+_map: Any = optree.tree_map
+_leaves: Any = optree.tree_leaves
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -79,7 +82,7 @@ def test_gather_and_scatter() -> None:
     for missing in (1, 3):
         assert all(not leaf[missing].any() for leaf in states)
     new = KDAState(*(leaf + 1 for leaf in gather(pool, [0, 1, 2, 3])))
-    before = optree.tree_map(torch.clone, pool)
+    before = _map(torch.clone, pool)
     after = scatter(pool, [4, -1, 1, 5], new)
     assert_identical(pool, before)
     assert_identical(_slot(after, 4), _slot(new, 0))
@@ -242,7 +245,7 @@ def test_nothing_is_read_back() -> None:
             written=[1, 2, 1],
         )
         pool = KDAState(*(leaf.to("meta") for leaf in _pool(16)))
-        params = KDAParams(*(leaf.to("meta") for leaf in _params()))
+        params = _map(lambda leaf: leaf.to("meta"), _params())
         after, y = step_batch(
             params, pool, torch.zeros(12, 12, dtype=torch.float64, device="meta"), plan, config=CONFIG
         )
@@ -356,7 +359,8 @@ def test_each_row_as_alone(dtype: torch.dtype, tolerance: float, batch: dict[str
 
 def test_a_step_without_drafts_after_three_accepted() -> None:
     params, pool, x = _params(), _pool(4), _draw(5, 12)
-    slots, options = [[0, 1, 2, 3]], {"config": CONFIG}
+    slots: list[list[int]] = [[0, 1, 2, 3]]
+    options: dict[str, Any] = {"config": CONFIG}
     plan = plan_batch([4], has_state=[True], slots=slots, capacity=4, drafts=[3])
     after, _ = step_batch(params, pool, x[:4], plan, **options)
     plan = plan_batch([1], has_state=[True], slots=slots, capacity=4, accepted=[3], written=[4])
@@ -427,7 +431,7 @@ def test_transforms_of_a_step() -> None:
     rows = torch.stack([x, 2 * x])
     assert_close(torch.func.vmap(y_of)(rows), torch.stack([y_of(row) for row in rows]), 1e-12)
     tangent = _draw(8, 12, seed=5)
-    _, slope = torch.func.jvp(y_of, (x,), (tangent,))
+    slope = torch.func.jvp(y_of, (x,), (tangent,))[1]
     back = torch.func.grad(lambda x: (y_of(x) * tangent).sum())(x)
     assert math.isclose((back * tangent).sum(), (slope * tangent).sum(), rel_tol=1e-9)
 
@@ -474,10 +478,10 @@ def test_lengths_after_rejection() -> None:
 
 
 def test_a_prefix_resumes_at_any_length() -> None:
-    """A state saved at 37 tokens is that of 37 tokens, whatever the chunk: resumed it gives the one call's."""
+    """A state saved at 37 tokens is that of 37 tokens, whatever the chunk: resumed it gives one call's."""
     params, x = _params(), _draw(100, 12)
     pool = init_state(CONFIG, (3,), dtype=torch.float64)
-    step = {"config": CONFIG}
+    step: dict[str, Any] = {"config": CONFIG}
     pool, _ = step_batch(
         params, pool, x[:37], plan_batch([37], has_state=[False], slots=[0], capacity=3), **step
     )
@@ -514,9 +518,9 @@ def _model_pool(params: KimiLinearParams, slots: int) -> KimiLinearState:
     """Each slot after as many tokens as its number, and garbage where a cache holds none."""
     pool = init_kimi_linear_state(HYBRID, (slots,), capacity=ROOM, dtype=torch.float64)
     for slot in range(slots):
-        one = optree.tree_map(lambda leaf: leaf[slot], pool)  # noqa: B023
+        one = _map(lambda leaf: leaf[slot], pool)  # noqa: B023
         one, _ = kimi_linear(params, one, _tokens(slot), config=HYBRID)
-        pool = scatter(pool, [slot], optree.tree_map(lambda leaf: leaf.unsqueeze(0), one))
+        pool = scatter(pool, [slot], _map(lambda leaf: leaf.unsqueeze(0), one))
     return pool
 
 
@@ -549,21 +553,21 @@ def test_the_model_row_by_row() -> None:
         if slots[r][0] < 0:
             assert not logits.any()
             continue
-        start = optree.tree_map(lambda leaf: leaf[slots[r][0]], pool) if has_state[r] else zeros  # noqa: B023
+        start = _map(lambda leaf: leaf[slots[r][0]], pool) if has_state[r] else zeros  # noqa: B023
         for n in range(1, length + 1) if drafts[r] is not None else [length] * bool(length):
             state, expected = kimi_linear(params, start, ids[:n], config=HYBRID)
             slot = slots[r][n - 1 if drafts[r] is not None else 0]
             written.add(slot)
-            mine = optree.tree_map(lambda leaf: leaf[slot], after)  # noqa: B023
+            mine = _map(lambda leaf: leaf[slot], after)  # noqa: B023
             assert_close((_visible(mine), logits[:n]), (_visible(state), expected), 1e-11)
     for slot in set(range(12)) - written:
-        for leaf, old in zip(optree.tree_leaves(after), optree.tree_leaves(pool), strict=True):
+        for leaf, old in zip(_leaves(after), _leaves(pool), strict=True):
             assert torch.equal(leaf[slot], old[slot])
 
 
 def test_the_models_drafts() -> None:
     params = _model()
-    state = optree.tree_map(lambda leaf: leaf[5], _model_pool(params, 6))
+    state = _map(lambda leaf: leaf[5], _model_pool(params, 6))
     x = _tokens(4)
     states, y = verify(params, state, x, config=HYBRID)
     for n in range(1, 5):

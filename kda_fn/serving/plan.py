@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -57,7 +57,7 @@ def plan_batch(
     lengths: Sequence[int],
     *,
     has_state: Sequence[bool],
-    slots: Slots,
+    slots: Slots | Sequence[Sequence[int]],
     capacity: int,
     drafts: Sequence[int | None] | None = None,
     parents: Sequence[Sequence[int] | None] | None = None,
@@ -98,9 +98,7 @@ def plan_batch(
     drafts = [None] * R if drafts is None else list(drafts)
     parents = [None] * R if parents is None else list(parents)
     _check_rows(caller, lengths, R, has_state=has_state, drafts=drafts, parents=parents)
-    flat = (
-        slots if isinstance(slots, Tensor) else [s for row in slots for s in (row if _many(row) else (row,))]
-    )
+    flat = slots if isinstance(slots, Tensor) else _flat(slots)
     check_distinct(caller, flat)
     table = as_slots(caller, flat, device).reshape(R, -1)
     table = torch.where((table >= 0) & (table < capacity), table, -1)
@@ -182,11 +180,12 @@ def update_plan_(plan: BatchPlan, other: BatchPlan) -> BatchPlan:
 
     Raises ValueError where the two are not of one shape: nothing is written then.
     """
-    for name, mine, theirs in zip(plan._fields, plan, other, strict=True):
+    pairs: list[tuple[Any, Any]] = list(zip(plan, other, strict=True))
+    for name, (mine, theirs) in zip(plan._fields, pairs, strict=True):
         if mine.shape != theirs.shape if isinstance(mine, Tensor) else mine != theirs:
             shapes = [tuple(x.shape) if isinstance(x, Tensor) else x for x in (mine, theirs)]
             raise ValueError(f"update_plan_: {name} differs in shape, {shapes[0]} and {shapes[1]}")
-    for mine, theirs in zip(plan, other, strict=True):
+    for mine, theirs in pairs:
         if isinstance(mine, Tensor):
             mine.copy_(theirs)
     return plan
@@ -207,8 +206,8 @@ def chunk_indices(cu_seqlens: Sequence[int], chunk_size: int = 64) -> tuple[tupl
 _SLOTS = ("load", "store", "verify_load", "verify_store")
 
 
-def _many(row: object) -> bool:
-    return isinstance(row, Sequence)
+def _flat(slots: Sequence[Any]) -> list[int]:
+    return [slot for row in slots for slot in (row if isinstance(row, Sequence) else (row,))]
 
 
 def _starts(

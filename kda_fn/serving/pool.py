@@ -11,7 +11,7 @@ nothing is read back from it then, and that no two rows share a slot is for the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import optree
 import torch
@@ -21,7 +21,8 @@ from kda_fn.types import Tensor
 
 __all__ = ["Slots", "as_slots", "fork", "free", "gather", "scatter", "scatter_"]
 
-Tree = TypeVar("Tree")
+Tree: TypeAlias = Any
+"""A pool, or states: any pytree of tensors."""
 Slots: TypeAlias = Tensor | Sequence[int]
 
 
@@ -150,7 +151,7 @@ def _beside(mask: Tensor, x: Tensor) -> Tensor:
     return mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim))
 
 
-def _size(caller: str, pool: object) -> tuple[int, torch.device]:
+def _size(caller: str, pool: Tree) -> tuple[int, torch.device]:
     leaves = optree.tree_leaves(pool)
     sizes = {leaf.shape[:1] for leaf in leaves if isinstance(leaf, Tensor)}
     if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves) or len(sizes) != 1 or () in sizes:

@@ -11,7 +11,7 @@ when their number comes late.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import optree
 import torch
@@ -23,8 +23,6 @@ from kda_fn.types import Float, Impl, KDAConfig, KDAParams, KDAState, Tensor
 
 __all__ = ["accept", "accepted_lengths", "verify"]
 
-State = TypeVar("State")
-
 
 def verify(
     params: KDAParams | KimiLinearParams,
@@ -35,7 +33,7 @@ def verify(
     parents: Sequence[int] | None = None,
     impl: Impl | None = None,
 ) -> tuple[Any, Tensor]:
-    """A KDA layer, or the hybrid model, over T tokens of one request, each from the state after the one before.
+    """A KDA layer, or the hybrid model, over T tokens of one request, each from the state after another.
 
     Parameters
     ----------
@@ -48,8 +46,8 @@ def verify(
     -------
     states, y : the state after each token, leaves [T ..] in x's order, and [T D], or logits [T vocab].
 
-    Raises ValueError or TypeError for an argument that does not fit, before any work; NotImplementedError for a
-    tree where there is attention.
+    Raises ValueError or TypeError for an argument that does not fit, before any work; NotImplementedError for
+    a tree where there is attention.
     """
     if isinstance(x, Tensor) and x.ndim and not len(x):
         raise ValueError(f"verify: x has shape {tuple(x.shape)}, expected T >= 1 tokens")
@@ -66,14 +64,15 @@ def verify(
         device=x.device,
     )
     check_one("verify", params, state, x, config, impl, plan)
-    roots = optree.tree_map(lambda leaf: leaf.expand(T, *leaf.shape), state)
-    none = optree.tree_map(lambda leaf: leaf.new_zeros(0, *leaf.shape), state)
+    tree: Any = state
+    roots = optree.tree_map(lambda leaf: leaf.expand(T, *leaf.shape), tree)
+    none = optree.tree_map(lambda leaf: leaf.new_zeros(0, *leaf.shape), tree)
     _, states, y = run_rows(params, none, roots, x.index_select(0, plan.order), plan, config, impl)
     back = plan.back
     return optree.tree_map(lambda leaf: leaf.index_select(0, back), states), y.index_select(0, back)
 
 
-def accept(before: State, states: State, count: Tensor | int) -> State:
+def accept(before: Any, states: Any, count: Tensor | int) -> Any:
     """The state after the count-th of T tokens; `before` for 0, and for a count that no token has.
 
     before : leaves [..]. states : leaves [T ..], of `verify`. count : a number, or a tensor of one.

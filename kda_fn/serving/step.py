@@ -1,8 +1,8 @@
 """One step of a batch: prefills, decodes and verified drafts in one call of a layer, or of the hybrid model.
 
 What is projected is of all tokens at once; only the convolution, the memory and attention know which row is
-which. Packed rows are one packed call of each. Verified tokens are taken by depth, each from the state after the
-token before it, so that the state after every one of them is there to be picked.
+which. Packed rows are one packed call of each. Verified tokens are taken by depth, each from the state after
+the token before it, so that the state after every one of them is there to be picked.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def step_batch(
 
     Returns
     -------
-    pool, y : a new pool in which the plan's slots hold what came of them, every other bit as it was; and [T D],
-    or logits [T vocab], in the batch's order. A request without a slot comes out as zeros, whatever x holds.
+    pool, y : a new pool in which the plan's slots hold what came of them, every other bit as it was; and
+    [T D], or logits [T vocab], in the batch's order: zeros for a request without a slot, whatever x holds.
 
-    Raises ValueError or TypeError for an argument that does not fit, before any work; NotImplementedError for a
-    tree of drafts where there is attention.
+    Raises ValueError or TypeError for an argument that does not fit, before any work; NotImplementedError for
+    a tree of drafts where there is attention.
     """
     return _step("step_batch", scatter, params, pool, x, plan, config, impl)
 
@@ -119,7 +119,7 @@ def check_one(
     impl: Impl | None,
     plan: BatchPlan | None = None,
 ) -> None:
-    """That all fits for one state and x [T D], or tokens [T]; and that the model can do what the plan says."""
+    """That all fits for one state and x [T D] or [T], and that the model can do what the plan says."""
     if not isinstance(config, KimiLinearConfig):
         check_layer(caller, params, state, x, config, None, impl)  # pyright: ignore[reportArgumentType]
         if x.ndim != 2:
@@ -175,9 +175,11 @@ def _joined(packed: Any, verified: Any) -> Any:
 
 def _first(pool: Any) -> Any:
     """The state in the first slot, of what may be no pool at all."""
-    return optree.tree_map(
-        lambda leaf: leaf[0] if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) else leaf, pool
-    )
+
+    def first(leaf: Any) -> Any:
+        return leaf[0] if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) else leaf
+
+    return optree.tree_map(first, pool)
 
 
 def _kda_rows(
@@ -189,7 +191,8 @@ def _kda_rows(
     cu_seqlens: None,
     impl: Impl | None,
 ) -> tuple[Any, Float[Tensor, "T D"]]:
-    conv, memory = partial(_conv, plan), partial(_memory, plan)
+    conv: Any = partial(_conv, plan)
+    memory: Any = partial(_memory, plan)
     return apply_kda_layer(params, state, x, config, cu_seqlens, impl, conv=conv, memory=memory)
 
 
@@ -202,7 +205,7 @@ def _mla_rows(
     cu_seqlens: None,
     impl: Impl | None,
 ) -> tuple[Any, Float[Tensor, "T D"]]:
-    """`mla` of the packed rows, and of each chain of drafts: a cache after a token is the last, and its length."""
+    """`mla` of the packed rows, and of chains of drafts: the cache after each is the last one, cut."""
     packed, rest = x.tensor_split([plan.cu_seqlens[-1]])
     states, roots = _halves(state)
     if len(packed):
@@ -265,21 +268,21 @@ def _memory(
     **options: Any,
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """`fused_kda` of the packed rows, and of verified tokens depth by depth."""
-    *tokens, A_log, dt_bias = inputs
-    weights = A_log, dt_bias
+    tokens, weights = inputs[:5], inputs[5:]
     n = plan.cu_seqlens[-1]
-    packed, rest = ([x[:n] for x in tokens], [x[n:].unsqueeze(1) for x in tokens])
+    packed, rest = (*(x[:n] for x in tokens), *weights), [x[n:].unsqueeze(1) for x in tokens]
     states, roots = memories
+    step: Any = partial(fused_kda, impl=impl, **options)
     outputs: list[Tensor] = []
     if len(states):
-        states, o = fused_kda(states, *packed, *weights, cu_seqlens=plan.cu_seqlens, impl=impl, **options)
+        states, o = step(states, *packed, cu_seqlens=plan.cu_seqlens)
         outputs.append(o)
     after: list[Tensor] = []
     for depth, (a, b) in enumerate(pairwise(plan.levels)):
         start = roots[a:b]
         if depth:
             start = after[-1].index_select(0, plan.parent[a:b] - plan.levels[depth - 1])
-        state, o = fused_kda(start, *(x[a:b] for x in rest), *weights, impl=impl, **options)
+        state, o = step(start, *(x[a:b] for x in rest), *weights)
         after.append(state)
         outputs.append(o.squeeze(1))
     o = torch.cat(outputs) if outputs else tokens[2]
