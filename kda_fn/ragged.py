@@ -11,6 +11,7 @@ lengths are static (then nothing is read back from a device, and torch.compile s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -18,7 +19,16 @@ import torch
 
 from kda_fn.types import CuSeqlens, Tensor
 
-__all__ = ["check_packing", "cu_seqlens_of", "lengths_of", "offsets", "pack", "pad"]
+__all__ = [
+    "batch_bounds",
+    "check_packing",
+    "cu_seqlens_of",
+    "lengths_of",
+    "offsets",
+    "pack",
+    "pad",
+    "without_empty",
+]
 
 
 def offsets(cu_seqlens: CuSeqlens, T: int | None = None) -> tuple[int, ...]:
@@ -75,6 +85,20 @@ def cu_seqlens_of(lengths: Sequence[int]) -> tuple[int, ...]:
     if any(length < 0 for length in lengths):
         raise ValueError(f"lengths must not be negative, got {list(lengths)}")
     return offsets(tuple(accumulate(lengths, initial=0)))
+
+
+def batch_bounds(cu_seqlens: CuSeqlens | None, rows: tuple[int, ...]) -> tuple[int, ...]:
+    """Offsets of all sequences of rows (*B, T) laid end to end: each batch row's one after the other."""
+    *batch, T = rows
+    bounds = (0, T) if cu_seqlens is None else offsets(cu_seqlens, T)
+    starts = [b * T + start for b in range(math.prod(batch)) for start in bounds[:-1]]
+    return (*starts, math.prod(batch) * T)
+
+
+def without_empty(bounds: tuple[int, ...]) -> tuple[list[int], tuple[int, ...]]:
+    """The ranks of the sequences that have tokens, and the offsets of those alone."""
+    kept = [n for n, (start, stop) in enumerate(pairwise(bounds)) if stop > start]
+    return kept, (*(bounds[n] for n in kept), bounds[-1])
 
 
 def pad(x: Tensor, cu_seqlens: CuSeqlens, *, axis: int = 0) -> Tensor:

@@ -9,7 +9,7 @@ import functools
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,6 +37,7 @@ __all__ = [
     "row_too_long",
     "target_of",
     "unavailable",
+    "vendor_operator",
 ]
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -116,6 +117,14 @@ def lacks(*operators: str) -> str | None:
 
     missing = [name for name in operators if not hasattr(torch_npu, name)]
     return f"this torch_npu has no {missing[0]}" if missing else None
+
+
+def vendor_operator(*names: str) -> tuple[Any, str | None]:
+    """The last of these operators of vllm-ascend's compiled extension, or why one is missing."""
+    for name in names:
+        if not hasattr(torch.ops._C_ascend, name):
+            return None, f"vllm-ascend's compiled extension, which registers {name}, is not loaded"
+    return getattr(torch.ops._C_ascend, names[-1]), None
 
 
 LONGEST_ROW = 8192

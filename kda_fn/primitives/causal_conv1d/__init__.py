@@ -11,8 +11,8 @@ from typing import Literal
 
 from kda_fn import _check, ragged
 from kda_fn.primitives._kernel import kernel
-from kda_fn.primitives._primitive import Primitive
-from kda_fn.primitives.causal_conv1d import fallback, reference
+from kda_fn.primitives._primitive import Implementation, Primitive
+from kda_fn.primitives.causal_conv1d import ascendc, fallback, reference
 from kda_fn.types import CuSeqlens, Float, Impl, Tensor
 
 __all__ = ["causal_conv1d"]
@@ -60,6 +60,7 @@ _CAUSAL_CONV1D = Primitive(
     reference=reference.causal_conv1d,
     fallback=fallback.causal_conv1d,
     kernels={
+        "ascendc": Implementation(ascendc.causal_conv1d, ascendc.unsupported),
         "triton": kernel(
             "causal_conv1d(Tensor conv_state, Tensor x, Tensor weight, Tensor? bias, *, str? activation, "
             "int[]? cu_seqlens) -> (Tensor, Tensor)",
@@ -68,7 +69,7 @@ _CAUSAL_CONV1D = Primitive(
             fallback=fallback.causal_conv1d,
             shared=(2, 3),
             backward=True,
-        )
+        ),
     },
 )
 

@@ -16,8 +16,8 @@ from functools import partial
 from kda_fn import _check, ragged
 from kda_fn.primitives import _targets
 from kda_fn.primitives._kernel import kernel
-from kda_fn.primitives._primitive import Primitive
-from kda_fn.primitives.kda import fallback, reference
+from kda_fn.primitives._primitive import Implementation, Primitive
+from kda_fn.primitives.kda import ascendc, fallback, reference
 from kda_fn.types import CuSeqlens, Float, Impl, Tensor
 
 __all__ = ["check_kda", "kda", "kda_step", "kernel_outputs", "kernel_unsupported"]
@@ -114,6 +114,7 @@ _KDA = Primitive(
     reference=reference.kda,
     fallback=fallback.kda,
     kernels={
+        "ascendc": Implementation(ascendc.kda, ascendc.unsupported),
         "triton": kernel(
             f"kda({_TENSORS}, *, float? scale, float? lower_bound, int chunk_size, int[]? cu_seqlens) "
             "-> (Tensor, Tensor)",
@@ -123,7 +124,7 @@ _KDA = Primitive(
             unsupported=kernel_unsupported,
             # The gates' gradients are sums that cancel, to 2e-5 in float32: the fallback has more digits.
             backward="half",
-        )
+        ),
     },
 )
 _KDA_STEP = Primitive(
