@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 APT := mlir-19-tools clang-19
 
-.PHONY: demo test lint tools test-slow bench bench-gpu ascend clean
+.PHONY: demo test lint tools test-slow bench bench-gpu npu-schemas ascend clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m kda_fn.demo $(ARGS)
@@ -32,6 +32,10 @@ bench-gpu: $(VENV)/.peers-gpu
 	$(BIN)/python benchmarks/gpu.py $(ARGS) --prewarm $(WORKERS)
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
 	$(BIN)/python benchmarks/gpu.py --plot
+
+# The vendor's schemas, from its wheel, beside the stand-ins of tests/contracts.
+npu-schemas: $(VENV)/.dev
+	$(BIN)/python tests/contracts/schemas.py $(ARGS)
 
 ascend: $(VENV)/.dev
 	$(BIN)/python benchmarks/ascend.py $(ARGS)

@@ -31,9 +31,7 @@ from kda_fn import (
     init_kimi_linear_state,
     kimi_linear,
 )
-from kda_fn.serving.plan import plan_batch
-from kda_fn.serving.pool import gather, scatter_
-from kda_fn.serving.step import step_batch_
+from kda_fn.serving import gather, plan_batch, scatter_, step_batch_
 
 CONFIG = KimiLinearConfig(
     vocab_size=48,

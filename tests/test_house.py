@@ -58,7 +58,15 @@ def imports(name: str) -> list[Import]:
     return found
 
 
-ORDER = ["kda_fn._check", "kda_fn.types", "kda_fn.scan kda_fn.ragged", "kda_fn.primitives", "kda_fn.layers"]
+ORDER = [
+    "kda_fn._check",
+    "kda_fn.types",
+    "kda_fn.scan kda_fn.ragged",
+    "kda_fn.primitives",
+    "kda_fn.layers",
+    "kda_fn.serving kda_fn.transition",
+    "kda_fn.distributed",
+]
 """After these come demo, __main__, and whatever else stands on the layers."""
 
 
@@ -78,7 +86,8 @@ def primitive_of(name: str) -> str | None:
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name != "kda_fn"])
 def test_imports_run_one_way(name: str) -> None:
-    """_check <- types <- scan, ragged <- primitives <- layers <- the rest, and never by the public door."""
+    """_check <- types <- scan, ragged <- primitives <- layers <- serving, transition
+    <- distributed <- the rest, and never by the public door."""
     for target, _ in imports(name):
         if target.split(".")[0] == "kda_fn":
             assert target in MODULES

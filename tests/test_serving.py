@@ -32,10 +32,24 @@ from kda_fn import (
     kimi_linear,
 )
 from kda_fn.layers.kimi_linear import KimiLinearState
-from kda_fn.serving.plan import chunk_indices, chunk_offsets, idle_plan, plan_batch, update_plan_
-from kda_fn.serving.pool import fork, free, gather, scatter, scatter_
-from kda_fn.serving.speculate import accept, accepted_lengths, verify
-from kda_fn.serving.step import step_batch, step_batch_
+from kda_fn.serving import (
+    accept,
+    accepted_lengths,
+    chunk_indices,
+    chunk_offsets,
+    fork,
+    free,
+    gather,
+    idle_plan,
+    plan_batch,
+    scatter,
+    scatter_,
+    step_batch,
+    step_batch_,
+    update_plan_,
+    verify,
+    why_idle,
+)
 
 CONFIG = KDAConfig(hidden_size=12, num_heads=1, head_dim=8, num_v_heads=2, head_v_dim=4)
 POISON = (math.nan, 1e4)
@@ -157,13 +171,13 @@ def test_rows_are_what_they_are() -> None:
         capacity=9,
         drafts=[None, None, None, None, 2, None, 1],
     )
-    assert plan.decodes == 2 and plan.cu_seqlens == (0, 1, 2, 3, 8, 10)
-    assert plan.load.tolist() == [8, 1, -1, 6, -1]
-    assert plan.store.tolist() == [8, 1, 7, 6, 0]
-    assert plan.order.tolist() == [0, 10, 1, 2, 3, 4, 5, 6, 11, 12, 7, 8, 9]
+    assert plan.cu_seqlens == (0, 1, 6, 8)
+    assert plan.load.tolist() == [-1, 6, -1] and plan.store.tolist() == [7, 6, 0]
+    assert plan.order.tolist() == [1, 2, 3, 4, 5, 6, 11, 12, 0, 7, 10, 8, 9]
     assert plan.order[plan.back].tolist() == list(range(13))
-    assert plan.levels == (0, 1, 2, 3) and plan.parent.tolist() == [-1, 0, 1]
-    assert plan.verify_load.tolist() == [4, 4, 4] and plan.verify_store.tolist() == [4, 3, 2]
+    assert plan.levels == (0, 3, 4, 5) and plan.parent.tolist() == [-1, -1, -1, 1, 3]
+    assert plan.chains == ((0,), (1, 3, 4), (2,))
+    assert plan.token_load.tolist() == [8, 4, 1, 4, 4] and plan.token_store.tolist() == [8, 4, 1, 3, 2]
     assert bool(plan.live.all())
 
 
@@ -184,9 +198,17 @@ def test_accepted_counts() -> None:
         accepted=torch.tensor([3, 0, 1, 3]),
         written=[4, 4, 1, 2],
     )
-    assert plan.load.tolist() == [2, -1, 8, -1]
-    assert plan.store.tolist() == [0, -1, 8, -1]
+    assert plan.token_load.tolist() == [2, -1, 8, -1]
+    assert plan.token_store.tolist() == [0, -1, 8, -1]
     assert plan.live.tolist() == [True, False, True, False]
+    slots = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [-1] * 4]
+    assert why_idle(slots, capacity=12, accepted=[3, 0, 1, 3], written=[4, 4, 1, 2]) == [
+        None,
+        "0 tokens accepted of 4 that were written",
+        None,
+        "slot -1 is none of the pool's 12",
+    ]
+    assert why_idle([2, 12], capacity=12) == [None, "slot 12 is none of the pool's 12"]
 
 
 def test_plans_that_do_not_fit() -> None:
@@ -288,7 +310,7 @@ def _batches(draw: st.DrawFn) -> dict[str, Any]:
             length = (
                 draw(st.integers(2, 4))
                 if kind == "verify"
-                else draw(st.sampled_from([1, 2, 9, 63, 64, 65, 130]))
+                else draw(st.sampled_from([1, 2, 9, 63, 64, 65, 130, 200]))
             )
         lengths.append(length)
         has_state.append(kind not in ("fresh",))
@@ -387,7 +409,7 @@ def test_padding_and_replay() -> None:
     assert all(
         a is b for a, b in zip(tensors, (leaf for leaf in plan if isinstance(leaf, Tensor)), strict=True)
     )
-    assert_identical(plan.store, other.store)
+    assert_identical(plan.token_store, other.token_store)
     nothing, y = step_batch(params, pool, x.nan_to_num(3.0), idle_plan(plan), config=CONFIG)
     assert_identical(nothing, pool)
     assert not y.any()

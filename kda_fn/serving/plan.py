@@ -20,12 +20,20 @@ import torch
 from kda_fn.serving.pool import Slots, as_slots, check_distinct
 from kda_fn.types import Tensor
 
-__all__ = ["BatchPlan", "chunk_indices", "chunk_offsets", "idle_plan", "plan_batch", "update_plan_"]
+__all__ = [
+    "BatchPlan",
+    "chunk_indices",
+    "chunk_offsets",
+    "idle_plan",
+    "plan_batch",
+    "update_plan_",
+    "why_idle",
+]
 
 
 class BatchPlan(NamedTuple):
-    """A step's rows in the order that it takes them: decodes, then prefills, packed end to end; then what is
-    verified, by depth. Requests without tokens are in none of it."""
+    """A step's tokens in the order that it takes them: prefills, packed end to end; then single tokens,
+    decoded or verified, by depth. Requests without tokens are in none of it."""
 
     order: Tensor
     """[T] the batch's tokens in that order."""
@@ -34,23 +42,21 @@ class BatchPlan(NamedTuple):
     live: Tensor
     """[T] of the batch's tokens, whether their request has a slot to start from. Others come out as zeros."""
     load: Tensor
-    """[N] the slots that packed rows start from; -1 for zeros."""
+    """[N] the slots that prefills start from; -1 for zeros."""
     store: Tensor
     """[N] the slots of their states after the step; -1 for none."""
-    verify_load: Tensor
-    """[M] of each verified token, the slot that its request starts from."""
-    verify_store: Tensor
+    token_load: Tensor
+    """[M] of each single token, the slot that its request starts from."""
+    token_store: Tensor
     """[M] the slot for the state after it."""
     parent: Tensor
-    """[M] the verified token before it, -1 for the request's start."""
+    """[M] the single token before it, -1 for the request's start."""
     cu_seqlens: tuple[int, ...]
-    """[N+1] of the packed rows, none of them empty."""
-    decodes: int
-    """Of the N packed rows the first so many are one token with a state."""
+    """[N+1] of the prefills, none of them empty."""
     levels: tuple[int, ...]
-    """Where verified tokens of depth 0, 1, .. begin, and M."""
+    """Where single tokens of depth 0, 1, .. begin, and M. Decodes are of depth 0."""
     chains: tuple[tuple[int, ...], ...] | None
-    """The verified tokens of each request, one after the other; None where one's are a tree."""
+    """The single tokens of each request, one after the other; None where one's are a tree."""
 
 
 def plan_batch(
@@ -117,15 +123,13 @@ def plan_batch(
         usable = torch.cat([usable, usable.new_zeros(extra)])
     first = [0, *accumulate(lengths)]
     rows = [r for r, length in enumerate(lengths) if length]
-    verified = [r for r in rows if drafts[r] is not None and has_state[r]]
-    packed = [r for r in rows if r not in set(verified)]
-    decoded = [r for r in packed if lengths[r] == 1 and has_state[r]]
-    packed = decoded + [r for r in packed if r not in set(decoded)]
+    stepped = [r for r in rows if has_state[r] and (lengths[r] == 1 or drafts[r] is not None)]
+    packed = [r for r in rows if r not in set(stepped)]
     order = [t for r in packed for t in range(first[r], first[r + 1])]
 
-    # Tokens to verify, by depth; within a depth by request, and as they come.
+    # Single tokens, by depth; within a depth by request, and as they come.
     trees: list[tuple[int, int, int, int]] = []
-    for r in verified:
+    for r in stepped:
         depth: list[int] = []
         for j, parent in enumerate(_tree(caller, r, lengths[r], parents[r])):
             depth.append(0 if parent < 0 else depth[parent] + 1)
@@ -146,7 +150,7 @@ def plan_batch(
         return torch.tensor(values, dtype=torch.int64).to(device)
 
     index = on_device(order)
-    of_packed, of_verified = on_device(packed), on_device([r for _depth, r, *_rest in trees])
+    of_packed, of_stepped = on_device(packed), on_device([r for _depth, r, *_rest in trees])
     fresh = on_device([int(not has_state[r]) for r in packed]).bool()
     # A fresh row needs a slot to end in, and none to begin from.
     ends = torch.where(usable, table.select(1, 0), -1).index_select(0, of_packed)
@@ -159,13 +163,12 @@ def plan_batch(
         live=usable.index_select(0, owner),
         load=torch.where(fresh, -1, begins.index_select(0, of_packed)),
         store=ends,
-        verify_load=begins.index_select(0, of_verified),
-        verify_store=torch.where(usable.unsqueeze(1), table, -1)[of_verified, columns],
+        token_load=begins.index_select(0, of_stepped),
+        token_store=torch.where(usable.unsqueeze(1), table, -1)[of_stepped, columns],
         parent=on_device([-1 if parent < 0 else place[r, parent] for _depth, r, _j, parent in trees]),
         cu_seqlens=(0, *accumulate(lengths[r] for r in packed)),
-        decodes=len(decoded),
         levels=(*levels, len(trees)),
-        chains=tuple(tuple(place[r, j] for j in range(lengths[r])) for r in verified) if is_chain else None,
+        chains=tuple(tuple(place[r, j] for j in range(lengths[r])) for r in stepped) if is_chain else None,
     )
 
 
@@ -173,6 +176,26 @@ def idle_plan(plan: BatchPlan) -> BatchPlan:
     """A plan of that shape with no live row: a replay of it gives zeros, and writes to no slot."""
     slots = {name: torch.full_like(getattr(plan, name), -1) for name in _SLOTS}
     return plan._replace(live=torch.zeros_like(plan.live), **slots)
+
+
+def why_idle(
+    slots: Sequence[Sequence[int]] | Sequence[int],
+    *,
+    capacity: int,
+    accepted: Sequence[int] | None = None,
+    written: Sequence[int] | None = None,
+) -> list[str | None]:
+    """Of each request, why a plan of these numbers gives it nothing to do, or None. Of numbers on the host: a
+    plan itself never reads those of a device."""
+    reasons: list[str | None] = []
+    for r, row in enumerate(slots):
+        slot = row[0] if isinstance(row, Sequence) else row
+        reason = None if 0 <= slot < capacity else f"slot {slot} is none of the pool's {capacity}"
+        counted = accepted is not None and written is not None
+        if reason is None and counted and not 1 <= accepted[r] <= written[r]:
+            reason = f"{accepted[r]} tokens accepted of {written[r]} that were written"
+        reasons.append(reason)
+    return reasons
 
 
 def update_plan_(plan: BatchPlan, other: BatchPlan) -> BatchPlan:
@@ -203,7 +226,7 @@ def chunk_indices(cu_seqlens: Sequence[int], chunk_size: int = 64) -> tuple[tupl
     return tuple((n, i) for n, (a, b) in enumerate(pairwise(offsets)) for i in range(b - a))
 
 
-_SLOTS = ("load", "store", "verify_load", "verify_store")
+_SLOTS = ("load", "store", "token_load", "token_store")
 
 
 def _flat(slots: Sequence[Any]) -> list[int]:

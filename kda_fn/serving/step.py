@@ -1,8 +1,8 @@
 """One step of a batch: prefills, decodes and verified drafts in one call of a layer, or of the hybrid model.
 
 What is projected is of all tokens at once; only the convolution, the memory and attention know which row is
-which. Packed rows are one packed call of each. Verified tokens are taken by depth, each from the state after
-the token before it, so that the state after every one of them is there to be picked.
+which. Prefills are one packed call of each. Single tokens, decoded or verified, are taken by depth, each from
+the state after the token before it, so that the state after every one of them is there to be picked.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ def _step(
     live = plan.live.view(-1, *[1] * (x.ndim - 1))
     # Before as well as after: a gate of NaN would be left of 0 times it.
     rows = torch.where(live, x, torch.zeros((), dtype=x.dtype, device=x.device)).index_select(0, plan.order)
-    states, roots = gather(pool, plan.load), gather(pool, plan.verify_load)
+    states, roots = gather(pool, plan.load), gather(pool, plan.token_load)
     packed, verified, y = run_rows(params, states, roots, rows, plan, config, impl)
-    slots = torch.cat([plan.store, plan.verify_store])
+    slots = torch.cat([plan.store, plan.token_store])
     pool = put(pool, slots, _joined(packed, verified))
     y = torch.where(
         plan.live.unsqueeze(1), y.index_select(0, plan.back), torch.zeros((), dtype=y.dtype, device=y.device)
@@ -144,10 +144,10 @@ def run_rows(
     config: KDAConfig | KimiLinearConfig,
     impl: Impl | None,
 ) -> tuple[Any, Any, Tensor]:
-    """Over x in the plan's order, from the packed rows' states [N ..] and from the state before each verified
-    token's request [M ..].
+    """Over x in the plan's order, from the prefills' states [N ..] and from the state that each single token's
+    request starts from [M ..].
 
-    The results are the packed rows' last states [N ..], the state after each verified token [M ..], and y.
+    The results are the prefills' last states [N ..], the state after each single token [M ..], and y.
     """
     if isinstance(config, KimiLinearConfig):
         both = tuple(_both(a, b) for a, b in zip(states, roots, strict=True))
@@ -205,7 +205,7 @@ def _mla_rows(
     cu_seqlens: None,
     impl: Impl | None,
 ) -> tuple[Any, Float[Tensor, "T D"]]:
-    """`mla` of the packed rows, and of chains of drafts: the cache after each is the last one, cut."""
+    """`mla` of the prefills, and of chains of tokens: the cache after each is the last one, cut."""
     packed, rest = x.tensor_split([plan.cu_seqlens[-1]])
     states, roots = _halves(state)
     if len(packed):
@@ -235,7 +235,7 @@ def _conv(
     impl: Impl | None,
     **_options: Any,
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """`causal_conv1d` of the packed rows, and of each verified token with those before it in its tree."""
+    """`causal_conv1d` of the prefills, and of each single token with those before it."""
     packed, rest = x.tensor_split([plan.cu_seqlens[-1]])
     states, roots = windows
     if len(states):
@@ -267,7 +267,7 @@ def _memory(
     impl: Impl | None,
     **options: Any,
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """`fused_kda` of the packed rows, and of verified tokens depth by depth."""
+    """`fused_kda` of the prefills, and of single tokens depth by depth."""
     tokens, weights = inputs[:5], inputs[5:]
     n = plan.cu_seqlens[-1]
     packed, rest = (*(x[:n] for x in tokens), *weights), [x[n:].unsqueeze(1) for x in tokens]
