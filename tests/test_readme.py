@@ -45,6 +45,18 @@ def test_a_checkpoint_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert names["text"].shape == (200,) and len(names["text"].unique()) > 5
 
 
+def test_a_batch_of_requests() -> None:
+    """The listing of `kda_fn.serving`: the prompt's output is its own, and the draft accepted is the second."""
+    code = next(c for c in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "plan_batch" in c)
+    torch.manual_seed(0)
+    names: dict[str, Any] = {}
+    exec(code.replace("torch.randn(9, 64)", "(x := torch.randn(9, 64))"), names)
+    params, config, start = names["params"], names["config"], kda_fn.init_state(names["config"])
+    expected, _ = kda_fn.kimi_delta_attention(params, start, names["x"][:5], config=config)
+    assert_close([leaf[0] for leaf in names["pool"]], tuple(expected), 1e-5)
+    assert_close(names["state"].conv_state, names["states"].conv_state[1], 1e-6)
+
+
 def test_its_commands_and_files_exist() -> None:
     """Every make target, linked file and picture is there."""
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
