@@ -1,4 +1,4 @@
-"""benchmarks/cpu.py runs, its peers compute what the recurrence computes, and memory follows its law."""
+"""benchmarks/cpu.py and serving.py run, peers compute what the recurrence does, memory follows its law."""
 
 from __future__ import annotations
 
@@ -166,3 +166,14 @@ def test_memory_grows_with_the_tokens_alone(cpu: ModuleType) -> None:
     first, second, third = (peak(T) for T in (4096, 6144, 8192))
     assert first > 4096 * 4 * 64 * 4
     assert third - second == pytest.approx(second - first, rel=0.01)
+
+
+def test_batches_of_requests_are_timed() -> None:
+    """Every pair of benchmarks/serving.py runs."""
+    serving = scripts.load(SCRIPT.with_name("serving.py"))
+    with torch.no_grad():
+        jobs = serving.jobs(kda_fn.KDAConfig(hidden_size=16, num_heads=1, head_dim=8))
+        assert len(jobs) == 4
+        for together, alone in jobs.values():
+            together()
+            alone()

@@ -46,7 +46,7 @@ def test_a_checkpoint_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_batch_of_requests() -> None:
-    """The listing of `kda_fn.serving`: the prompt's output is its own, and the draft accepted is the second."""
+    """The listing of `kda_fn.serving`: the prompt ends in its own state, and two tokens are accepted."""
     code = next(c for c in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "plan_batch" in c)
     torch.manual_seed(0)
     names: dict[str, Any] = {}

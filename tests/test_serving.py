@@ -601,3 +601,39 @@ def test_the_models_drafts() -> None:
     growing = init_kimi_linear_state(HYBRID, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"the cache of layer 1 must be preallocated"):
         verify(params, growing, x, config=HYBRID)
+
+
+# Where public implementations went wrong (V: vLLM, A: vllm-ascend, S: SGLang)
+
+
+def test_a_fresh_prompt_on_a_recycled_slot() -> None:
+    """V 51483: one token, and its slot full of 1e4; V 53051: as many tokens as drafts would be, and no state."""
+    params, x = _params(), _draw(4, 12)
+    pool = KDAState(*(torch.full_like(leaf, 1e4) for leaf in _pool(2)))
+    plan = plan_batch(
+        [1, 3], has_state=[False, False], slots=[[0, -1, -1], [1, -1, -1]], capacity=2, drafts=[None, 2]
+    )
+    after, y = step_batch(params, pool, x, plan, config=CONFIG)
+    for slot, rows in ((0, x[:1]), (1, x[1:])):
+        expected, y_expected = _alone(params, _zeros(), rows)
+        assert_close((_slot(after, slot), y[slot : slot + len(rows)]), (expected, y_expected), 1e-12)
+
+
+def test_padding_with_stale_slots_and_nan() -> None:
+    """A 15510, V 37728: no live slot is written; S 30974: outputs are zeros, live rows are untouched."""
+    params, pool = _params(), _pool(3)
+    x = torch.cat([_draw(1, 12), torch.full((1, 12), math.nan, dtype=torch.float64)])
+    stale = plan_batch([1, 1], has_state=[True] * 2, slots=[1, 2], capacity=3)
+    idle = idle_plan(stale)
+    live = torch.tensor([True, False])
+    plan = stale._replace(
+        live=live,
+        token_load=torch.where(live, stale.token_load, idle.token_load),
+        token_store=torch.where(live, stale.token_store, idle.token_store),
+    )
+    after, y = step_batch(params, pool, x, plan, config=CONFIG)
+    expected = _alone(params, _slot(pool, 1), x[:1])
+    assert_close((_slot(after, 1), y[:1]), expected, 1e-12)
+    assert not y[1].any()
+    for slot in (0, 2):
+        assert_identical(_slot(after, slot), _slot(pool, slot))

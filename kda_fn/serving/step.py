@@ -144,8 +144,8 @@ def run_rows(
     config: KDAConfig | KimiLinearConfig,
     impl: Impl | None,
 ) -> tuple[Any, Any, Tensor]:
-    """Over x in the plan's order, from the prefills' states [N ..] and from those that single tokens' requests
-    start from [M ..].
+    """Over x in the plan's order, from the states of the prefills [N ..] and from those that single tokens'
+    requests start from [M ..].
 
     The results are the prefills' last states [N ..], the state after each single token [M ..], and y.
     """
