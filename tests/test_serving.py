@@ -607,7 +607,7 @@ def test_the_models_drafts() -> None:
 
 
 def test_a_fresh_prompt_on_a_recycled_slot() -> None:
-    """V 51483: one token, and its slot full of 1e4; V 53051: as many tokens as drafts would be, and no state."""
+    """V 51483: one token, its slot full of 1e4; V 53051: as many tokens as drafts would be, and no state."""
     params, x = _params(), _draw(4, 12)
     pool = KDAState(*(torch.full_like(leaf, 1e4) for leaf in _pool(2)))
     plan = plan_batch(
