@@ -191,9 +191,9 @@ def why_idle(
     for r, row in enumerate(slots):
         slot = row[0] if isinstance(row, Sequence) else row
         reason = None if 0 <= slot < capacity else f"slot {slot} is none of the pool's {capacity}"
-        counted = accepted is not None and written is not None
-        if reason is None and counted and not 1 <= accepted[r] <= written[r]:
-            reason = f"{accepted[r]} tokens accepted of {written[r]} that were written"
+        if reason is None and accepted is not None and written is not None:
+            count, most = accepted[r], written[r]
+            reason = None if 1 <= count <= most else f"{count} tokens accepted of {most} that were written"
         reasons.append(reason)
     return reasons
 
