@@ -103,6 +103,27 @@ def test_slots_in_place() -> None:
 
 
 @pytest.mark.usefixtures("_vendor")
+def test_drafts_in_place() -> None:
+    """Every token's state in its column, from the state after the last step's accepted token."""
+    lengths, accepted = (3, 0, 1, 4), torch.tensor([2, 1, 3, 1])
+    inputs = _kda_inputs((), sum(lengths))
+    tokens, pool = inputs[1:], _draw(18, 2, 128, 128, seed=9)
+    before, slots = pool.clone(), torch.randperm(16, generator=torch.Generator().manual_seed(0)).view(4, 4)
+    offsets = cu_seqlens_of(lengths)
+    o = ascendc.kda_(pool, slots, *tokens, scale=128**-0.5, bounds=offsets, accepted=accepted)
+    written = set()
+    for n, start in enumerate(offsets[:-1]):
+        state = before[slots[n, accepted[n] - 1]].mT.double()
+        for j in range(lengths[n]):
+            token = (x[start + j : start + j + 1].double() for x in tokens)
+            state, y = kda_fn.kda(state, *token, impl="reference")
+            written.add(int(slots[n, j]))
+            assert_close((pool[slots[n, j]].mT, o[start + j]), (state, y[0]), 5e-3)
+    kept = sorted(set(range(18)) - written)
+    assert_identical(pool[kept], before[kept])
+
+
+@pytest.mark.usefixtures("_vendor")
 @pytest.mark.parametrize("W", [2, 4])
 @pytest.mark.parametrize("activation", ["silu", None])
 @pytest.mark.parametrize(("batch", "lengths"), [((), None), ((2, 3), None), ((2,), LENGTHS)], ids=str)

@@ -177,7 +177,8 @@ def recurrent_kda(
     safe_gate: bool = True,
     lower_bound: float = -5.0,
 ) -> Tensor:
-    """Packed sequences [T ..], states [slots HV V K] in place, an index for every token."""
+    """Packed sequences [T ..], states [slots HV V K] in place; an index for every token [T], or by sequence
+    [N steps]: then token t of it leaves its state in column t, and it starts from column accepted - 1."""
     (T, H, K), (HV, V) = query.shape, value.shape[1:]
     demand(query.dtype == key.dtype == value.dtype == torch.bfloat16, "query, key, value: bfloat16")
     demand(K == 128 and V in (128, 256) and HV % H == 0, "K = 128, V = 128 or 256")
@@ -185,26 +186,36 @@ def recurrent_kda(
     demand(initial_state.dtype in (torch.float32, torch.bfloat16), "state: float32 or bfloat16")
     demand(initial_state.shape[1:] == (HV, V, K), "state: [slots HV V K], V first")
     demand(cu_seqlens.dtype == ssm_state_indices.dtype == torch.int32, "indices: int32")
-    demand(ssm_state_indices.shape == (T,), "indices: one a token")
+    by_row = ssm_state_indices.ndim == 2
+    demand(by_row or ssm_state_indices.shape == (T,), "indices: one a token, or [N steps]")
+    demand(by_row == (num_accepted_tokens is not None), "num_accepted_tokens goes with [N steps]")
     demand(A_log.shape == (HV,) and A_log.dtype == torch.float32, "A_log: float32 [HV]")
     demand(dt_bias.shape == (HV * K,) and dt_bias.dtype == torch.float32, "dt_bias: float32 [HV K]")
     demand(not (use_qk_l2norm_in_kernel or use_gate_in_kernel or use_beta_sigmoid_in_kernel), "modes")
-    demand(num_accepted_tokens is None and not allow_neg_eigval and not safe_gate, "modes")
+    demand(not allow_neg_eigval and not safe_gate, "modes")
     _plain(query=query, key=key, value=value, gate=gate, beta=beta, initial_state=initial_state)
     offsets, slots = cu_seqlens.tolist(), ssm_state_indices.tolist()
     demand(offsets[0] == 0 and offsets[-1] == T, "cu_seqlens: from 0 to T")
     o = torch.full_like(value, math.nan)
-    for start, stop in pairwise(offsets):
+    accepted = None
+    if num_accepted_tokens is not None:
+        demand(num_accepted_tokens.dtype == torch.int32, "num_accepted_tokens: int32")
+        accepted = num_accepted_tokens.tolist()
+    for n, (start, stop) in enumerate(pairwise(offsets)):
         demand(stop - start <= 8, "at most 8 tokens a sequence")
         if stop == start:
             continue
-        if not 0 <= slots[start] < len(initial_state):
+        of_row = slots[n][: stop - start] if by_row else slots[start:stop]
+        if accepted is not None and not 1 <= accepted[n] <= len(slots[n]):
             break
-        S = initial_state[slots[start]].double().mT
-        for t in range(start, stop):
+        first = of_row[0] if accepted is None else slots[n][accepted[n] - 1]
+        if not all(0 <= slot < len(initial_state) for slot in (first, *of_row)) or len(of_row) < stop - start:
+            break
+        S = initial_state[first].double().mT
+        for t, slot in zip(range(start, stop), of_row, strict=True):
             S = _token(S, query[t], key[t], value[t], gate[t].double().exp(), beta[t])
             o[t] = _read(S, query[t], scale).to(value.dtype)
-            initial_state[slots[t]] = S.mT.to(initial_state.dtype)
+            initial_state[slot] = S.mT.to(initial_state.dtype)
     return o
 
 

@@ -115,15 +115,20 @@ def kda_(
     *,
     scale: float,
     bounds: tuple[int, ...],
+    accepted: Tensor | None = None,
 ) -> Float[Tensor, "T HV V"]:
     """For a serving loop: N packed sequences of up to 8 tokens, from and into the given slots of a pool, V
     first, which it overwrites. Every slot must be one of the pool: a row with another ends all later ones.
+
+    slots [N]: of each sequence. Or [N S], to verify drafts: the state after token j goes into column j, and a
+    sequence starts from column accepted - 1, accepted [N] being how many of its last step's tokens count.
     """
     kept, offsets = ragged.without_empty(bounds)
-    lengths = torch.tensor(ragged.lengths_of(offsets), device=q.device)
-    index = slots.index_select(0, torch.tensor(kept, device=q.device)).repeat_interleave(
-        lengths, output_size=offsets[-1]
-    )
+    rows = torch.tensor(kept, device=q.device)
+    index = slots.index_select(0, rows)
+    if index.ndim == 1:
+        lengths = torch.tensor(ragged.lengths_of(offsets), device=q.device)
+        index = index.repeat_interleave(lengths, output_size=offsets[-1])
     HV, K = g.shape[-2:]
     return vendor_operator(RECURRENT)[0](
         q,
@@ -137,7 +142,7 @@ def kda_(
         # Of a gate that is not asked for.
         torch.zeros(HV, device=q.device),
         torch.zeros(HV * K, device=q.device),
-        num_accepted_tokens=None,
+        num_accepted_tokens=None if accepted is None else accepted.index_select(0, rows).int(),
         scale=scale,
         use_qk_l2norm_in_kernel=False,
         use_gate_in_kernel=False,
