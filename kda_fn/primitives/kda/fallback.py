@@ -173,10 +173,11 @@ def _kda_chunks(
     dtype, H = S.dtype, q.shape[-2]
     S = S.unflatten(-3, (H, -1))  # N *B H G K V
     finished, outputs = [], []
-    start = 0
-    for counts in _portions(active, S[0].numel() // S.shape[-2] * C * S.element_size()):
-        stop = min(start + sum(counts) * C, q.shape[-3])
-        portion = (x.narrow(-3, start, stop - start) for x in (q, k, v, g, beta))
+    portions = list(_portions(active, S[0].numel() // S.shape[-2] * C * S.element_size()))
+    # Split, not sliced: its derivative is one concatenation, where every slice would write full-sized zeros.
+    tokens = [sum(counts) * C for counts in portions]
+    tokens[-1] -= sum(tokens) - q.shape[-3]
+    for counts, *portion in zip(portions, *(x.split(tokens, -3) for x in (q, k, v, g, beta)), strict=True):
         chunks = _chunk_terms(*(_to_chunks(x, C, H).to(dtype) for x in portion), scale=scale)
         for count, chunk in zip(counts, zip(*(x.split(counts) for x in chunks), strict=True), strict=True):
             k_in, k_out, q_in, v_c, decay, solve, A = chunk
@@ -187,7 +188,6 @@ def _kda_chunks(
             d = _matmul(solve, v_c - _matmul(k_in, S))
             outputs.append((_matmul(q_in, S) + _matmul(A, d)).to(v.dtype))
             S = torch.addcmul(_matmul(k_out.mT, d), decay.mT, S)
-        start = stop
     states = torch.cat([S, *reversed(finished)])
     return states.flatten(-4, -3), _from_chunks(torch.cat(outputs))
 
@@ -223,26 +223,21 @@ def _chunk_terms(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, sc
     solve = torch.ones_like(beta).unsqueeze(-1)
     m = 1
     while m < C:
-        q_second, k_second = qk_in.unflatten(-2, (-1, 2, m)).select(-3, 1).unbind(0)
-        k_first = k_out.unflatten(-2, (-1, 2, m)).select(-3, 0)
-        A = _lower_blocks(A, _inner_products(q_second, k_first))
-        L = _inner_products(k_second, k_first) * beta.unflatten(-2, (-1, 2, m)).select(-3, 1)
+        qk_first, qk_second = qk_in.unflatten(-2, (-1, 2, m)).unbind(-3)
+        k_first, k_second = k_out.unflatten(-2, (-1, 2, m)).unbind(-3)
+        q_row, k_row = qk_second.unbind(0)
+        A = _lower_blocks(A, _inner_products(q_row, k_first))
+        L = _inner_products(k_row, k_first) * beta.unflatten(-2, (-1, 2, m)).select(-3, 1)
         solve_first, solve_second = _halves(solve)
         solve = _lower_blocks(solve, -_matmul(_matmul(solve_second, L), solve_first))
 
         first, second = decay.unflatten(-2, (-1, 2)).unbind(-2)
-        qk_in = _scale_halves(qk_in, torch.ones_like(first), first, m)
-        k_out = _scale_halves(k_out, second, torch.ones_like(second), m)
+        qk_in = torch.stack([qk_first, qk_second * first.unsqueeze(-2)], -3).flatten(-4, -2)
+        k_out = torch.stack([k_first * second.unsqueeze(-2), k_second], -3).flatten(-4, -2)
         decay = first * second
         m *= 2
     q_in, k_in = qk_in.unbind(0)
     return _Chunks(k_in, k_out, q_in, v, decay, solve.squeeze(-3) * beta.mT, A.squeeze(-3))
-
-
-def _scale_halves(rows: Tensor, first: Tensor, second: Tensor, m: int) -> Tensor:
-    """Multiplies the two halves, of m rows each, of every block of rows [.. C K] by factors [.. C/2m K]."""
-    factors = torch.stack([first, second], -2).unsqueeze(-2)
-    return (rows.unflatten(-2, (-1, 2, m)) * factors).flatten(-4, -2)
 
 
 def _halves(blocks: Tensor) -> tuple[Tensor, Tensor]:
