@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 APT := mlir-19-tools clang-19
 
-.PHONY: demo test lint tools test-slow bench bench-gpu npu-schemas ascend clean
+.PHONY: demo test lint tools test-slow notebooks bench bench-gpu npu-schemas ascend clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m kda_fn.demo $(ARGS)
@@ -22,6 +22,11 @@ lint: $(VENV)/.dev
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto -m slow $(ARGS)
+
+# The scripts are the source: they are written to the .ipynb beside them, which run into build/notebooks.
+notebooks: $(VENV)/.notebooks
+	$(BIN)/jupytext --quiet --to ipynb --update notebooks/*.py
+	$(BIN)/jupyter nbconvert --to notebook --execute --output-dir build/notebooks notebooks/*.ipynb
 
 bench: $(VENV)/.peers
 	$(BIN)/python benchmarks/cpu.py $(ARGS)
@@ -63,6 +68,10 @@ tools:
 	@test -x /usr/lib/llvm-19/bin/mlir-opt -a -x /usr/lib/llvm-19/bin/clang \
 		|| (test "$$(id -u)" = 0 && apt-get update -qq && apt-get install -y -qq --no-install-recommends $(APT)) \
 		|| echo "The kernels' tests will be skipped. To run them: sudo apt-get install --no-install-recommends $(APT)"
+
+$(VENV)/.notebooks: $(VENV)/.torch pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable ".[notebooks]"
+	touch $@
 
 $(VENV)/.peers: $(VENV)/.torch pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[demo,peers]"

@@ -1,44 +1,109 @@
-"""The notebooks run from top to bottom, hold no output, and show what they say."""
+"""The notebooks run from top to bottom at small sizes, hold no output, and show what they say."""
 
 from __future__ import annotations
 
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+import matplotlib.pyplot as plt
 import pytest
 import torch
 
-NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+SCRIPTS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.py"))
+SWITCH = re.compile(r'(?<=# %% tags=\["parameters"\]\nSMALL = )False\b')
 
 
-def code_of(path: Path) -> str:
-    cells = json.loads(path.read_text())["cells"]
+def cells_of(script: str) -> list[tuple[str, str]]:
+    """Kind and source of each cell of a script in jupytext's percent format."""
+    cells = []
+    for cell in re.split(r"^# %%", script, flags=re.MULTILINE)[1:]:
+        head, _, source = cell.partition("\n")
+        if head == " [markdown]":
+            cells.append(("markdown", re.sub(r"^# ?", "", source.strip(), flags=re.MULTILINE)))
+        else:
+            cells.append(("code", source.strip()))
+    return cells
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_a_notebook_is_its_script(path: Path) -> None:
+    """Cell for cell, and without output: `make notebooks` writes it."""
+    cells = json.loads(path.with_suffix(".ipynb").read_text())["cells"]
+    assert [(cell["cell_type"], "".join(cell["source"])) for cell in cells] == cells_of(path.read_text())
     code = [cell for cell in cells if cell["cell_type"] == "code"]
-    assert not any(cell["outputs"] or cell["execution_count"] for cell in code), "clear the output"
-    return "\n".join("".join(cell["source"]) for cell in code)
+    assert code and not any(cell["outputs"] or cell["execution_count"] for cell in code), "clear the output"
 
 
-def run(path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The names that the notebook leaves behind."""
+def test_every_notebook_has_a_script() -> None:
+    """None is edited in the browser alone."""
+    assert len(SCRIPTS) == 3
+    assert {path.stem for path in SCRIPTS[0].parent.glob("*.ipynb")} == {path.stem for path in SCRIPTS}
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Any:
+    """Runs a notebook at its small sizes: the names that it leaves behind, its figures under `figures`."""
     matplotlib.use("agg")
-    monkeypatch.setattr("matplotlib.pyplot.show", lambda: None)
-    names: dict[str, Any] = {}
-    exec(compile(code_of(path), str(path), "exec"), names)
-    return names
+    figures: list[Any] = []
+    monkeypatch.setattr(plt, "show", lambda: figures.append(plt.gcf()))
+
+    def run_one(number: str) -> dict[str, Any]:
+        (path,) = (path for path in SCRIPTS if path.stem.startswith(number))
+        small, switches = SWITCH.subn("True", path.read_text())
+        assert switches == 1, "one parameter cell"
+        with torch.random.fork_rng():
+            names: dict[str, Any] = {"__name__": "__main__"}
+            exec(compile(small, str(path), "exec"), names)
+        for figure in figures:
+            assert any(ax.get_title() for ax in figure.axes)
+            assert all(ax.get_ylabel() or ax.get_xlabel() for ax in figure.axes)
+        plt.close("all")
+        return {**names, "figures": figures}
+
+    return run_one
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(path, monkeypatch)
+def test_01_the_same_numbers_three_ways(run: Any) -> None:
+    """And the obvious formula fails where the notebook says, the safe one nowhere."""
+    names = run("01")
+    assert len(names["figures"]) == 1
+    assert len(names["errors"]) == 3 and max(names["errors"].values()) < 1e-12
+    assert names["o_kda"].abs().mean() > 1e-3
+    decays, errors = names["decays"], {k: torch.tensor(v) for k, v in names["forgetting"].items()}
+    weak, strong = decays * names["C"] < 80, decays * names["C"] > 100
+    factorised, clamped = errors["exp(G) exp(-G)"], errors["the same, clamped at 80"]
+    assert weak.any() and factorised[weak].max() < 2e-6 and clamped[weak].max() < 2e-6
+    assert strong.any() and not factorised[strong].isfinite().any()
+    assert clamped[strong].isfinite().all() and clamped[strong].min() > 0.5
+    assert max(errors["difference first"].max(), errors["kda_fn.kda"].max()) < 2e-6
+    assert names["difference"](names["o_forgot"][names["fresh"]], names["o_fresh"]) < 1e-12
 
 
-def test_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode equals one call, the scan is the loop, and the effect of a nudge fades."""
-    path = next(path for path in NOTEBOOKS if path.stem == "first_steps")
-    names = run(path, monkeypatch)
-    assert names["difference"] < 1e-5
-    assert torch.equal(names["scan_ys"], torch.stack(names["ys"]))
-    effect = names["dy"].norm(dim=-1)
-    assert effect[-5:].max() < effect[0]
+def test_02_state_is_a_value(run: Any) -> None:
+    """Decode, pieces and forks are one call; an edit fades; recall falls with distance and with decay."""
+    names = run("02")
+    assert len(names["figures"]) == 2
+    assert max(names["decode_error"], names["resume_error"], names["fork_error"]) < 1e-5
+    assert names["edit_effect"][0] > 0.1 > names["edit_effect"][-1]
+    assert names["dy"][0].norm() > 100 * names["dy"][-1].norm()
+    assert names["slopes"].A_log.abs().min() > 0
+    recall = names["recall"]
+    assert all(hits[:2].min() > 0.9 for hits in recall.values())
+    assert all(hits[100:].mean() < 0.1 for hits in recall.values())
+    assert recall[4].sum() < recall[16].sum() < recall[math.inf].sum()
+
+
+def test_03_many_from_one_state(run: Any) -> None:
+    """Best-of-N, beams, trees and packed prompts score what each alone scores from scratch."""
+    names = run("03")
+    assert len(names["figures"]) == 1
+    assert max(names[f"{kind}_error"] for kind in ("best", "beam", "tree", "ragged")) < 1e-3
+    assert len(set(map(tuple, names["history"].tolist()))) == names["beams"]
+    assert names["scores"][names["best"]] == names["scores"].max() > names["scores"].min()
+    used = names["pool"][0].recurrent_state.flatten(1).any(1)
+    assert used.nonzero().flatten().tolist() == [1, 3, 9, 10, 11]
+    assert not torch.equal(names["pool"][0].recurrent_state[10], names["pool"][0].recurrent_state[11])
