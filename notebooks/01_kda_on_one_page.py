@@ -70,7 +70,8 @@ print(f"our step against kda_step: {difference(o_steps, o_library):.1e}")
 #
 # The only question is how to compute $\sum_c a_{ic} b_{jc}\, e^{G_{ic} - G_{jc}}$. The differences are at
 # most 0 where they are wanted: take them first, mask with $-\infty$, then exponentiate. This is safe, and
-# costs $C^2 K$ exponentials.
+# costs $C^2 K$ exponentials. (The mask comes first because an exponential that overflowed has a NaN gradient
+# even where its value is masked afterwards.)
 
 
 # %%

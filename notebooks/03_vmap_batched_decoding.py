@@ -113,7 +113,7 @@ print(f"best of {beams} beams: {score[0]:.2f} nat; rescored from scratch: off by
 #
 # A draft tree is given by each node's parent. One level is one `vmap`: all its nodes take their parents'
 # states. The states of ALL nodes are kept, so whatever path is accepted, its state is there: nothing is
-# rolled back.
+# rolled back. (`kda_fn.serving.verify` is such a tree in one call.)
 
 # %%
 parents = [-1, -1, 0, 0, 1, 2, 2, 4]  # -1 is the prompt
