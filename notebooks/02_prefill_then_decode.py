@@ -16,7 +16,16 @@ import torch
 from matplotlib.colors import LogNorm
 from torch.func import grad, jvp, vmap
 
-from kda_fn import KDAConfig, KDAState, init_kimi_delta_attention, init_state, kda, kimi_delta_attention, scan
+from kda_fn import (
+    KDAConfig,
+    KDAState,
+    init_kimi_delta_attention,
+    init_kimi_linear,
+    init_state,
+    kda,
+    kimi_delta_attention,
+    scan,
+)
 from kda_fn.demo import CONFIG, half_lives, read_text, train
 
 # Any accelerator that torch knows, an Ascend NPU through torch_npu too, or else the CPU.
@@ -104,7 +113,7 @@ print("per-sample gradients of A_log:", tuple(slopes.A_log.shape))
 # %%
 text = torch.tensor(list(read_text()))
 steps = 2 if SMALL else 60
-before, _ = train(text, 0, torch.Generator().manual_seed(0), config=CONFIG)
+before = init_kimi_linear(CONFIG, generator=torch.Generator().manual_seed(0))
 after, losses = train(text, steps, torch.Generator().manual_seed(0), config=CONFIG)
 half_life = {
     f"{n} steps": half_lives(p, text[:2000], config=CONFIG) for n, p in ((0, before), (steps, after))
