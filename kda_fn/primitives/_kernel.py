@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
+from functools import cache, wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -35,11 +37,14 @@ from kda_fn.types import Tensor
 __all__ = [
     "can_be_read",
     "eager_inference_only",
+    "fused",
     "fused_attention_serves",
     "kernel",
+    "nothing_is_recorded",
     "one_node",
     "operator",
     "wants_torch_operations",
+    "with_gradients",
 ]
 
 Options = tuple[tuple[str, Any], ...]
@@ -48,6 +53,7 @@ Tensors = tuple[Tensor, ...]
 LIBRARY = torch.library.Library("kda_fn", "FRAGMENT")
 HALVES = torch.bfloat16, torch.float16
 DTYPES = (torch.float32, *HALVES)
+_BATCHED = torch._C._parse_dispatch_key("Batched")
 _KERNELS: dict[str, _Kernel] = {}
 
 
@@ -75,7 +81,7 @@ def kernel(
     unsupported   this kernel's own reasons, besides device and dtype
     """
     pullback = _pullback_kernel(schema, module, fallback, shared) if backward else None
-    built = _Kernel(schema, module, outputs, fallback, shared, pullback, backward == "half")
+    built = _Kernel(schema, module, outputs, fallback, shared, pullback, halves_only=backward == "half")
 
     def reason(*tensors: Tensor | None, **options: Any) -> str | None:
         present = [x for x in tensors if x is not None]
@@ -85,6 +91,77 @@ def kernel(
         return _targets.unavailable(present[0]) or unsupported(*tensors, **options)
 
     return Implementation(wraps(fallback)(built), reason)
+
+
+def with_gradients(
+    schema: str,
+    *,
+    forward: Callable[..., Tensors],
+    gradients: str,
+    outputs: Callable[..., Tensors],
+    recorded: int,
+) -> Callable[[Function], Function]:
+    """Decorates a function of pure torch whose first derivative is code of its own, in pure torch too.
+
+    schema        of an operator: the function's tensors and options, then `bool record, bool compiled`; with
+                  `compiled` the call comes from a compiled graph
+    forward       the operator
+    gradients     module of `<name>_backward(*cotangents, *tensors, *recorded, **options, rows=0)`, which returns
+                  a gradient for each tensor
+    outputs       new, uninitialised tensors for the results, from the operator's arguments
+    recorded      how many of its last results are for its derivative alone; they are empty unless `record`
+
+    Where nothing is recorded, in forward mode and for higher orders the function itself serves; so it does
+    in exported programs, which then need no operator of ours.
+    """
+
+    def decorate(function: Function) -> Function:
+        def without_flags(*tensors: Tensor, record: bool, compiled: bool, **options: Any) -> Any:
+            return function(*tensors, **options)
+
+        def backward(*tensors: Tensor, **options: Any) -> list[Tensor]:
+            return getattr(importlib.import_module(gradients), f"{name}_backward")(*tensors, **options)
+
+        name = schema.partition("(")[0]
+        pullback = _pullback_kernel(
+            schema, gradients, without_flags, (), recorded=recorded, function=backward
+        )
+        _Kernel(schema, gradients, outputs, without_flags, (), pullback, recorded=recorded, function=forward)
+
+        @wraps(function)
+        def call(*tensors: Tensor, **options: Any) -> Any:
+            options = {**defaults, **options}
+            compiled = torch.compiler.is_compiling()
+            if options.get("cu_seqlens") is not None:
+                options["cu_seqlens"] = ragged.offsets(options["cu_seqlens"])
+            if wants_torch_operations() or nothing_is_recorded(tensors) or torch.compiler.is_exporting():
+                return function(*tensors, **options)
+            flags = {"record": torch.is_grad_enabled(), "compiled": compiled}
+            return _apply(name, tuple({**options, **flags}.items()), *tensors)[:-recorded]
+
+        parameters = inspect.signature(function).parameters.values()
+        defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        return call
+
+    return decorate
+
+
+def fused(function: Function, compiled: bool) -> Function:
+    """`function` as it is, or as Inductor makes it, once for each shape: for parts of an operator."""
+    return _compiled(function) if compiled else function
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    # With symbols for sizes Inductor 2.13 leaves parts of its results unwritten.
+    compiled = torch.compile(function, dynamic=False, fullgraph=True)
+
+    def call(*tensors: Tensor, **options: Any) -> Any:
+        # An operator is called from above and from below autograd: without this a version for each.
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return compiled(*(x.detach() for x in tensors), **options)
+
+    return call
 
 
 def operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -106,7 +183,10 @@ class _Kernel:
         fallback: Callable[..., Any],
         shared: tuple[int, ...],
         backward: _Kernel | None = None,
+        *,
         halves_only: bool = False,
+        recorded: int = 0,
+        function: Callable[..., Any] | None = None,
     ) -> None:
         self.name = schema.partition("(")[0]
         self.module = module
@@ -115,16 +195,17 @@ class _Kernel:
         self.shared = shared
         self.backward = backward
         self.halves_only = halves_only
+        self.recorded = recorded
         self.results: Callable[[Tensors], Any] = list if schema.endswith("Tensor[]") else _one_or_all
         _KERNELS[self.name] = self
-        self.operator = operator(schema, self._launch, self._allocate)
+        self.operator = operator(schema, function or self._launch, self._allocate)
 
     def __call__(self, *tensors: Tensor | None, **options: Any) -> Any:
         if options.get("cu_seqlens") is not None:
             options["cu_seqlens"] = ragged.offsets(options["cu_seqlens"])
         if wants_torch_operations():
             return self.fallback(*tensors, **options)
-        if _nothing_is_recorded(tensors):
+        if nothing_is_recorded(tensors):
             return self.raw(*tensors, **options)
         return _apply(self.name, tuple(options.items()), *tensors)
 
@@ -145,37 +226,51 @@ class _Kernel:
 
 
 def _pullback_kernel(
-    schema: str, module: str, forward: Callable[..., Any], shared: tuple[int, ...]
+    schema: str,
+    module: str,
+    forward: Callable[..., Any],
+    shared: tuple[int, ...],
+    *,
+    recorded: int = 0,
+    function: Callable[..., Any] | None = None,
 ) -> _Kernel:
-    """name_backward(cotangents .., tensors .., *, options .., int rows) -> Tensor[]"""
+    """name_backward(cotangents .., tensors .., recorded .., *, options .., int rows) -> Tensor[]
+
+    The last `recorded` results of the forward are inputs in the place of their cotangents.
+    """
     name, _, rest = schema.partition("(")
     arguments, _, returns = rest.rpartition(") -> ")
-    count = returns.count("Tensor")
+    tensors, _, options = arguments.partition(", *")
+    count = returns.count("Tensor") - recorded
     cotangents = "".join(f"Tensor cotangent_{n}, " for n in range(count))
+    extra = "".join(f", Tensor recorded_{n}" for n in range(recorded))
     without_axes = tuple(count + i for i in shared)
+
+    def of(inputs: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        return inputs[count : len(inputs) - recorded]
 
     def gradients(*inputs: Tensor | None, rows: int, **_options: Any) -> Tensors:
         assert inputs[0] is not None
         kept = inputs[0].shape[:rows]
         return tuple(
             x.new_empty((*kept, *x.shape) if i in shared else x.shape)
-            for i, x in enumerate(inputs[count:])
+            for i, x in enumerate(of(inputs))
             if x is not None
         )
 
     def fallback(*inputs: Tensor | None, rows: int, **options: Any) -> Any:
-        present = [i for i, x in enumerate(inputs[count:]) if x is not None]
+        present = [i for i, x in enumerate(of(inputs)) if x is not None]
 
         def pull(*inputs: Tensor | None) -> Tensors:
-            return _pullback(forward, inputs[count:], options, present, inputs[:count])
+            return _pullback(forward, of(inputs), options, present, inputs[:count])
 
         axes = tuple(None if x is None or i in without_axes else 0 for i, x in enumerate(inputs))
         for _ in range(rows):
             pull = torch.func.vmap(pull, in_dims=axes)
         return _one_or_all(pull(*inputs))
 
-    backward = f"{name}_backward({cotangents}{arguments}, int rows) -> Tensor[]"
-    return _Kernel(backward, module, gradients, fallback, without_axes)
+    backward = f"{name}_backward({cotangents}{tensors}{extra}, *{options}, int rows) -> Tensor[]"
+    return _Kernel(backward, module, gradients, fallback, without_axes, function=function)
 
 
 def _pullback(
@@ -205,26 +300,30 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.name, ctx.options, *tensors = inputs
-        ctx.save_for_backward(*tensors)
+        recorded = output[len(output) - _KERNELS[ctx.name].recorded :] if isinstance(output, tuple) else ()
+        ctx.mark_non_differentiable(*recorded)
+        ctx.save_for_backward(*tensors, *recorded)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
         kernel, options, needed = _KERNELS[ctx.name], dict(ctx.options), ctx.needs_input_grad[2:]
         # What was saved under a level that has ended is still wrapped in it.
-        tensors = [x if x is None else _functorch.unwrap_if_dead(x) for x in ctx.saved_tensors]
+        saved = [x if x is None else _functorch.unwrap_if_dead(x) for x in ctx.saved_tensors]
+        tensors, recorded = saved[: len(needed)], saved[len(needed) :]
         halves = any(x.dtype in HALVES for x in tensors if x is not None)
         if kernel.backward is None or (kernel.halves_only and not halves):
             wanted = [i for i, needs in enumerate(needed) if needs]
             gradients = _pullback(kernel.fallback, tensors, options, wanted, cotangents)
         else:
             wanted = [i for i, x in enumerate(tensors) if x is not None]
-            gradients = kernel.backward(*cotangents, *tensors, **options, rows=0)
+            of_results = cotangents[: len(cotangents) - kernel.recorded]
+            gradients = _of_each_row(kernel.backward, *of_results, *tensors, *recorded, **options, rows=0)
             gradients = (gradients,) if isinstance(gradients, Tensor) else gradients
         found = dict(zip(wanted, gradients, strict=True))
         return None, None, *(found.get(i) if needs else None for i, needs in enumerate(needed))
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         name, options, *tensors = args
         shared = _KERNELS[name].shared
         mapped = [axis is not None for axis in in_dims[2:]]
@@ -247,6 +346,24 @@ class _Function(torch.autograd.Function):
         options = tuple((key, value + 1 if key == "rows" else value) for key, value in options)
         result: Any = _Function.apply(name, options, *batch)
         return result, (0 if isinstance(result, Tensor) else (0,) * len(result))
+
+
+def _of_each_row(kernel: _Kernel, *tensors: Tensor | None, **options: Any) -> Any:
+    """The kernel, also inside `autograd.grad(is_grads_batched=True)`, whose vmap is not torch.func's."""
+    mapped = [x is not None and torch._C._dispatch_keys(x).has(_BATCHED) for x in tensors]
+    if not any(mapped):
+        return kernel(*tensors, **options)
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    # The size is for tensors that are not mapped.
+    inside = [
+        torch._remove_batch_dim(x, level, 1, 0) if m else x for x, m in zip(tensors, mapped, strict=True)
+    ]
+    (size,) = {len(x) for x, m in zip(inside, mapped, strict=True) if m}
+    in_dims = None, None, *(0 if m else None for m in mapped)
+    rule: Any = _Function.vmap
+    results, _ = rule(SimpleNamespace(batch_size=size), in_dims, kernel.name, tuple(options.items()), *inside)
+    return torch.utils._pytree.tree_map(lambda y: torch._add_batch_dim(y, 0, level), results)
 
 
 def _one_or_all(tensors: Tensors) -> Tensor | Tensors:
@@ -337,9 +454,11 @@ def eager_inference_only(name: str, x: Tensor, *others: Tensor | None) -> str | 
     return None
 
 
-def _nothing_is_recorded(tensors: tuple[Tensor | None, ...]) -> bool:
+def nothing_is_recorded(tensors: tuple[Tensor | None, ...]) -> bool:
     """Whether the raw operator can be called as it is: that saves half of a small call's time."""
-    if torch.compiler.is_compiling() or _functorch.peek_interpreter_stack() is not None:
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+        return False
+    if _functorch.peek_interpreter_stack() is not None:
         return False
     return not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors))
 
