@@ -26,8 +26,17 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
-from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch import _add_batch_dim, _remove_batch_dim  # pyright: ignore[reportPrivateImportUsage]
+from torch._C import (  # pyright: ignore[reportAttributeAccessIssue]
+    _AutoDispatchBelowADInplaceOrView,
+    _dispatch_keys,
+    _functorch,
+    _parse_dispatch_key,
+    _vmapmode_decrement_nesting,
+    _vmapmode_increment_nesting,
+)
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map
 
 from kda_fn import ragged
 from kda_fn.primitives import _targets
@@ -53,7 +62,7 @@ Tensors = tuple[Tensor, ...]
 LIBRARY = torch.library.Library("kda_fn", "FRAGMENT")
 HALVES = torch.bfloat16, torch.float16
 DTYPES = (torch.float32, *HALVES)
-_BATCHED = torch._C._parse_dispatch_key("Batched")
+_BATCHED: Any = _parse_dispatch_key("Batched")
 _KERNELS: dict[str, _Kernel] = {}
 
 
@@ -106,8 +115,8 @@ def with_gradients(
     schema        of an operator: the function's tensors and options, then `bool record, bool compiled`; with
                   `compiled` the call comes from a compiled graph
     forward       the operator
-    gradients     module of `<name>_backward(*cotangents, *tensors, *recorded, **options, rows=0)`, which returns
-                  a gradient for each tensor
+    gradients     module of `<name>_backward(*cotangents, *tensors, *recorded, **options, rows=0)`: a list of
+                  gradients, one for each tensor
     outputs       new, uninitialised tensors for the results, from the operator's arguments
     recorded      how many of its last results are for its derivative alone; they are empty unless `record`
 
@@ -158,7 +167,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*tensors: Tensor, **options: Any) -> Any:
         # An operator is called from above and from below autograd: without this a version for each.
-        with torch._C._AutoDispatchBelowADInplaceOrView():
+        with _AutoDispatchBelowADInplaceOrView():
             return compiled(*(x.detach() for x in tensors), **options)
 
     return call
@@ -350,20 +359,20 @@ class _Function(torch.autograd.Function):
 
 def _of_each_row(kernel: _Kernel, *tensors: Tensor | None, **options: Any) -> Any:
     """The kernel, also inside `autograd.grad(is_grads_batched=True)`, whose vmap is not torch.func's."""
-    mapped = [x is not None and torch._C._dispatch_keys(x).has(_BATCHED) for x in tensors]
-    if not any(mapped):
+    mapped = [i for i, x in enumerate(tensors) if x is not None and _dispatch_keys(x).has(_BATCHED)]
+    if not mapped:
         return kernel(*tensors, **options)
-    level = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
+    level = _vmapmode_increment_nesting() - 1
+    _vmapmode_decrement_nesting()
     # The size is for tensors that are not mapped.
-    inside = [
-        torch._remove_batch_dim(x, level, 1, 0) if m else x for x, m in zip(tensors, mapped, strict=True)
-    ]
-    (size,) = {len(x) for x, m in zip(inside, mapped, strict=True) if m}
-    in_dims = None, None, *(0 if m else None for m in mapped)
+    inside: dict[int, Any] = dict(enumerate(tensors))
+    inside |= {i: _remove_batch_dim(inside[i], level, 1, 0) for i in mapped}
+    (size,) = {len(inside[i]) for i in mapped}
+    in_dims = None, None, *(0 if i in mapped else None for i in inside)
     rule: Any = _Function.vmap
-    results, _ = rule(SimpleNamespace(batch_size=size), in_dims, kernel.name, tuple(options.items()), *inside)
-    return torch.utils._pytree.tree_map(lambda y: torch._add_batch_dim(y, 0, level), results)
+    info = SimpleNamespace(batch_size=size)
+    results, _ = rule(info, in_dims, kernel.name, tuple(options.items()), *inside.values())
+    return tree_map(lambda y: _add_batch_dim(y, 0, level), results)
 
 
 def _one_or_all(tensors: Tensors) -> Tensor | Tensors:

@@ -211,7 +211,7 @@ def _groups(bounds: tuple[int, ...], chunk_size: int, empty_row: int) -> Iterato
 def chunk_length(T: int, chunk_size: int) -> int:
     """A short sequence is one chunk of the next power of two."""
     C = 1
-    while C < T and C < chunk_size:  # in comparisons alone, for a T that is a symbol
+    while T > C and chunk_size > C:  # in comparisons alone, for a T that is a symbol
         C *= 2
     return C
 
@@ -310,7 +310,7 @@ def chunk_terms(
     # to their end, their A and their inverse.
     qk_in = torch.stack([q * scale, k], -2) * decay.unsqueeze(-2)
     k_out = torch.ones_like(decay) * k
-    A = scale * (q * k).sum(-1).expand(beta.shape[:-2] + (C,)).unflatten(-1, (C, 1, 1))
+    A = scale * (q * k).sum(-1).expand(*beta.shape[:-2], C).unflatten(-1, (C, 1, 1))
     inverse = torch.ones_like(A)
     m = 1
     while m < C:

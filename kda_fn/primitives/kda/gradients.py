@@ -6,9 +6,9 @@ With the letters of `fallback.py`, and dS of the state after a chunk:
     dS' = diag(D(start -> end)) dS + (q · D(start -> .))^T do - (k · D(start -> .))^T dv
     dA  = do d^T          dP = -dv d^T           dbeta_i = w_i e_i
 
-and the rest is the chain rule through the joined blocks, from the largest back to single tokens. Every term of
-a gate's gradient is a product: none is the difference of two sums. The states before each chunk and the errors e
-are what the forward kept; all else is made again, a portion of chunks at a time.
+and the rest is the chain rule through the joined blocks, from the largest back to single tokens. Every term
+of a gate's gradient is a product: none is the difference of two sums. The states before each chunk and the
+errors e are what the forward kept; all else is made again, a portion of chunks at a time.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def kda_chunked_backward(
     compiled: bool,
     **_options: object,
 ) -> list[Tensor]:
-    """The gradients of initial_state, q, k, v, g and beta, each in its dtype; the last two tensors are `chunked_kda`'s."""
+    """The gradients of initial_state, q, k, v, g and beta; the last two tensors are `chunked_kda`'s."""
     (T, H, K), V = q.shape[-3:], v.shape[-1]
     if T == 0:
         return [dS.clone(), *(torch.zeros_like(x) for x in (q, k, v, g, beta))]
@@ -104,8 +104,11 @@ def retreat(
     C: int,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    """Back through `advance`: from the cotangent of the states after it, of the first M sequences, and of the final
-    states of those that end in it, to the cotangents of the states before it and of its tokens [*B nC .. ..]."""
+    """Back through `advance`: to the cotangents of the states before it and of its tokens [*B nC .. ..].
+
+    dS is of the states after it, of the first M sequences; dS_ended of the final states of all others, which
+    end in it or have ended before.
+    """
     H = q.shape[-2]
     e, do, q, k, g, beta = (to_chunks(x, C, H, S.dtype) for x in (e, do, q, k, g, beta))
     levels: list[Level] = []
