@@ -27,10 +27,10 @@ from typing import Any, Literal
 
 import torch
 from torch import _add_batch_dim, _remove_batch_dim  # pyright: ignore[reportPrivateImportUsage]
-from torch._C import (  # pyright: ignore[reportAttributeAccessIssue]
+from torch._C import (
     _AutoDispatchBelowADInplaceOrView,
     _dispatch_keys,
-    _functorch,
+    _functorch,  # pyright: ignore[reportAttributeAccessIssue]
     _parse_dispatch_key,
     _vmapmode_decrement_nesting,
     _vmapmode_increment_nesting,
@@ -109,7 +109,7 @@ def with_gradients(
     gradients: str,
     outputs: Callable[..., Tensors],
     recorded: int,
-) -> Callable[[Function], Function]:
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorates a function of pure torch whose first derivative is code of its own, in pure torch too.
 
     schema        of an operator: the function's tensors and options, then `bool record, bool compiled`; with
@@ -124,7 +124,7 @@ def with_gradients(
     in exported programs, which then need no operator of ours.
     """
 
-    def decorate(function: Function) -> Function:
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         def without_flags(*tensors: Tensor, record: bool, compiled: bool, **options: Any) -> Any:
             return function(*tensors, **options)
 
@@ -155,7 +155,7 @@ def with_gradients(
     return decorate
 
 
-def fused(function: Function, compiled: bool) -> Function:
+def fused(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
     """`function` as it is, or as Inductor makes it, once for each shape: for parts of an operator."""
     return _compiled(function) if compiled else function
 
