@@ -1,18 +1,22 @@
-"""Compiled equals eager, and states and parameters are plain pytrees that every tool of torch carries."""
+"""Compiled and exported equal eager; states and parameters are pytrees that all tools of torch carry."""
 
 from __future__ import annotations
 
 import copy
 import io
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import optree
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import grad, vmap
 from torch.utils import _pytree as pytree
 from transforms import assert_same
@@ -27,8 +31,10 @@ from kda_fn import (
     init_kimi_linear,
     init_kimi_linear_state,
     init_state,
+    kda,
     kimi_delta_attention,
 )
+from kda_fn.primitives._kernel import _compiled
 
 KIMI_LINEAR = KDAConfig(hidden_size=8, num_heads=2, head_dim=4, chunk_size=2)
 KIMI_K3 = KDAConfig(
@@ -168,6 +174,107 @@ def test_training_step_with_backward() -> None:
     loss = partial(_loss, layer=layer)
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     assert_same(gradients(compiled), gradients(loss), rtol=RTOL)
+
+
+SIZES = (2, 5), (3, 9), (7, 4), (4, 12), (5, 3)
+"""Batch and length, of two chunks at least. A graph for the first, one for all others: torch's own rule."""
+
+
+def _training_step(layer: Layer, params: KDAParams, state: KDAState, x: Tensor) -> KDAParams:
+    return grad(partial(_loss, layer=layer))(params, state, x)
+
+
+KINDS: dict[str, tuple[Callable[..., Any], Callable[[int, int], tuple[int, ...]]]] = {
+    "prefill": (lambda layer, *args: layer(*args), lambda B, T: (B, T)),
+    "decode": (lambda layer, *args: layer(*args), lambda B, T: (B, 1)),
+    "vmapped decode": (
+        lambda layer, *args: vmap(layer, in_dims=(None, 0, 0))(*args),
+        lambda B, T: (B, 1),
+    ),
+    "training step": (_training_step, lambda B, T: (B, T)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batch_and_length_are_dynamic(kind: str) -> None:
+    """Five sizes, two graphs, however many chunks there are."""
+    layer, params = _layer(KIMI_LINEAR)
+    function, sizes = KINDS[kind]
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(partial(function, layer), fullgraph=True, backend=counter)
+    for B, T in SIZES:
+        args = params, *_inputs(KIMI_LINEAR, *sizes(B, T))
+        assert_same(compiled(*args), function(layer, *args), rtol=RTOL)
+    assert counter.frame_count == 2
+
+
+def test_parts_are_compiled_once() -> None:
+    """Inductor sees portions of chunks: a graph for each number of them and each axis of one, for any T."""
+    compiled = []
+    for B, T in (2, 5), (3, 6), (5, 36), (4, 21), (1, 16), (1, 62):
+        torch.manual_seed(B)
+        q, k, v, g = (0.3 * torch.randn(B, T, 1, 16) for _ in range(4))
+        args = torch.randn(B, 1, 16, 16), q, k, v, -g.abs(), torch.rand(B, T, 1)
+        before = _compiled.cache_info().currsize
+        function = partial(kda, chunk_size=4)
+        actual = torch.compile(function, fullgraph=True, backend="eager")(*args)
+        assert_same(actual, function(*args), rtol=RTOL)
+        compiled.append(_compiled.cache_info().currsize - before)
+    assert compiled == [1, 0, 1, 0, 1, 0]
+
+
+EXPORTED = """
+import sys
+import torch
+
+file, compiled, (args, expected) = sys.argv[1], sys.argv[2], torch.load(sys.argv[3])
+program = torch._inductor.aoti_load_package(file) if compiled == "True" else torch.export.load(file).module()
+for actual, y in zip(program(*args), expected, strict=True):
+    torch.testing.assert_close(actual, y, rtol=1e-5, atol=1e-6)
+assert "kda_fn" not in sys.modules
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's own, of its own code
+@pytest.mark.parametrize(
+    ("T", "ahead_of_time"), [(1, False), (1, True), (5, False), pytest.param(5, True, marks=SLOW)]
+)
+def test_export(T: int, ahead_of_time: bool, tmp_path: Path) -> None:
+    """Decode and a prefill of fixed length, state in and out, run in a process without this library."""
+    layer, params = _layer(KIMI_LINEAR)
+
+    class Program(torch.nn.Module):
+        def forward(self, conv_state: Tensor, recurrent_state: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+            state, y = layer(params, KDAState(conv_state, recurrent_state), x)
+            return *state, y
+
+    state, x = _inputs(KIMI_LINEAR, 2, T, seed=2)
+    program = torch.export.export(Program(), (*state, x))
+    if ahead_of_time:
+        file = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2"))
+    else:
+        file = tmp_path / "layer.pt2"
+        torch.export.save(program, file)
+    state, x = _inputs(KIMI_LINEAR, 2, T)
+    new_state, y = layer(params, state, x)
+    torch.save(((*state, x), (*new_state, y)), tmp_path / "values.pt")
+    script = [sys.executable, "-c", EXPORTED, file, str(ahead_of_time), tmp_path / "values.pt"]
+    subprocess.run(script, check=True, cwd=tmp_path)
+
+
+def test_export_of_pytrees(tmp_path: Path) -> None:
+    """States are named tuples on both sides of a program that was saved and loaded."""
+    layer, params = _layer(KIMI_LINEAR)
+
+    class Program(torch.nn.Module):
+        def forward(self, state: KDAState, x: Tensor) -> tuple[KDAState, Tensor]:
+            return layer(params, state, x)
+
+    args = _inputs(KIMI_LINEAR, 2, 3)
+    torch.export.save(torch.export.export(Program(), args), tmp_path / "layer.pt2")
+    new_state, y = torch.export.load(tmp_path / "layer.pt2").module()(*args)
+    assert isinstance(new_state, KDAState)
+    assert_same((new_state, y), layer(params, *args), rtol=RTOL)
 
 
 LM = KimiLinearConfig(

@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -36,7 +36,7 @@ from torch._C import (
     _vmapmode_increment_nesting,
 )
 from torch.autograd import forward_ad
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import _register_namedtuple, tree_map
 
 from kda_fn import ragged
 from kda_fn.primitives import _targets
@@ -52,6 +52,7 @@ __all__ = [
     "nothing_is_recorded",
     "one_node",
     "operator",
+    "register_for_export",
     "wants_torch_operations",
     "with_gradients",
 ]
@@ -156,21 +157,33 @@ def with_gradients(
 
 
 def fused(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
-    """`function` as it is, or as Inductor makes it, once for each shape: for parts of an operator."""
-    return _compiled(function) if compiled else function
+    """A part of an operator as it is, or as Inductor makes it.
+
+    There is a version for all sizes of the tensors' second axis beyond one, and for each of all the others.
+    """
+    if not compiled:
+        return function
+
+    def call(*tensors: Tensor, **options: Any) -> Any:
+        inputs = [x.detach() for x in tensors]
+        for x in inputs:
+            if x.shape[1] > 1:
+                torch._dynamo.mark_dynamic(x, 1)
+        sizes = [(x.dtype, len(x), min(x.shape[1], 2), *x.shape[2:]) for x in inputs]
+        # An operator is called from above and from below autograd: without this a version for each.
+        with _AutoDispatchBelowADInplaceOrView():
+            return _compiled(function, repr((sizes, options)))(*inputs, **options)
+
+    return call
 
 
 @cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    # With symbols for sizes Inductor 2.13 leaves parts of its results unwritten.
-    compiled = torch.compile(function, dynamic=False, fullgraph=True)
-
-    def call(*tensors: Tensor, **options: Any) -> Any:
-        # An operator is called from above and from below autograd: without this a version for each.
-        with _AutoDispatchBelowADInplaceOrView():
-            return compiled(*(x.detach() for x in tensors), **options)
-
-    return call
+def _compiled(function: Any, key: str) -> Callable[..., Any]:
+    # Code of its own: Dynamo limits the versions of one. With symbols for all sizes Inductor 2.13 leaves
+    # parts of its results unwritten.
+    own = FunctionType(function.__code__.replace(), function.__globals__)
+    own.__kwdefaults__ = function.__kwdefaults__
+    return torch.compile(own, dynamic=False, fullgraph=True)
 
 
 def operator(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -419,6 +432,12 @@ class _WhenDynamoComes(MetaPathFinder):
 
 if "torch._dynamo" not in sys.modules:
     sys.meta_path.insert(0, _WhenDynamoComes())
+
+
+def register_for_export(*classes: type) -> None:
+    """Lets `torch.export.save` write programs that take or return these named tuples."""
+    for cls in classes:
+        _register_namedtuple(cls, serialized_type_name=f"{cls.__module__}.{cls.__qualname__}")
 
 
 def wants_torch_operations() -> bool:

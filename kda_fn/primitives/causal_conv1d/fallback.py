@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 
 from kda_fn import ragged
 from kda_fn.primitives._activations import silu
@@ -24,7 +25,7 @@ def causal_conv1d(
 ) -> tuple[Float[Tensor, "*S W_1 P"], Float[Tensor, "*B T P"]]:
     W = weight.shape[-1]
     if cu_seqlens is None:
-        padded = torch.cat([conv_state, x], -2)
+        padded = _join(conv_state, x)
         y = _convolve(padded, weight, bias, activation)
         return padded.narrow(-2, x.shape[-2], W - 1).clone(), y
 
@@ -41,6 +42,15 @@ def causal_conv1d(
     padded = ragged.take(source, order, -2)
     y = ragged.take(_convolve(padded, weight, bias, activation), kept, -2)
     return ragged.take(padded, last, -2).unflatten(-2, (N, W - 1)), y
+
+
+def _join(a: Tensor, b: Tensor) -> Tensor:
+    """torch.cat([a, b], -2). In a graph the size of a batch under vmap would become a constant by that."""
+    if not torch.compiler.is_compiling():
+        return torch.cat([a, b], -2)
+    m, n = a.shape[-2], b.shape[-2]
+    of_a = torch.arange(m + n, device=a.device).unsqueeze(-1) < m
+    return torch.where(of_a, F.pad(a, (0, 0, 0, n)), F.pad(b, (0, 0, m, 0)))
 
 
 def _convolve(padded: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:

@@ -22,7 +22,7 @@ The first derivative is in `gradients.py`; those of higher order and forward mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -90,50 +90,56 @@ def chunked_kda(
     Float[Tensor, "*B n HV Ka Va"],
     Float[Tensor, "*B L HV Va"],
 ]:
-    """`kda`, the states before all n chunks, and all errors e, these two in the order of the visit.
+    """`kda`, the states before all n chunks in the order of the visit, and the errors e of all L = T tokens.
 
     Their K and V are multiples of 16; unless `record`, n = L = 0. `compiled` has Inductor fuse what is done
     to each portion of chunks.
     """
     (T, H, K), V = q.shape[-3:], v.shape[-1]
     scale = float(K**-0.5) if scale is None else scale
-    starts: list[Tensor] = []
-    errors: list[Tensor] = []
+    B, starts = q.shape[:-3], []
 
     def run(group: Group, S: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        S = S.unflatten(-3, (H, -1))  # N *B H G K V
-        finished, outputs = [], []
-        for counts, portion in portions(group, S, tokens):
-            S, ended, o, before, e = fused(advance, compiled)(
-                S, *portion, counts=counts, C=group.C, scale=scale, record=record
+        S = in_rows(S, H)
+        finished, outputs, errors = [], [], []
+        for counts, portion, usual in portions(group, S, tokens, alike=compiled):
+            chunks = (to_chunks(x, group.C, H, S.dtype) for x in portion)
+            S, ended, o, before, e = fused(advance, usual)(
+                S, *chunks, counts=counts, scale=scale, record=record
             )
             finished += ended
-            outputs += o
+            outputs += (from_chunks(x.to(v.dtype), B, H) for x in o)
+            errors += (from_chunks(x, B, H) for x in e)
             starts.extend(before)
-            errors.extend(e)
-        return torch.cat([S, *reversed(finished)]).flatten(-4, -3), (torch.cat(outputs, -3),)
+        of_tokens = (outputs, errors) if record else (outputs,)
+        return from_rows(torch.cat([S, *reversed(finished)]), B, H), tuple(
+            torch.cat(x, -3) for x in of_tokens
+        )
 
     if T == 0:
-        S, o = initial_state.clone(), v.clone()
-    else:
-        tokens = align(q), align(k), align(v), align(g), beta.unsqueeze(-1)
-        S, (o,) = in_groups(run, align(initial_state, 2), tokens, chunk_size, cu_seqlens)
-        S, o = cut(S, K, V), cut(o, V)
-    if not starts:
-        return S, o, *_recorded(initial_state, q, chunk_size, cu_seqlens, record=False)
-    return S, o, torch.cat(starts).flatten(-4, -3).movedim(0, -4).contiguous(), torch.cat(errors, -3)
+        return initial_state.clone(), v.clone(), *_recorded(initial_state, q, chunk_size, cu_seqlens)
+    tokens = align(q), align(k), align(v), align(g), beta.unsqueeze(-1)
+    S, (o, *errors) = in_groups(run, align(initial_state, 2), tokens, chunk_size, cu_seqlens)
+    S, o = cut(S, K, V), cut(o, V)
+    if not record:
+        return S, o, *_recorded(initial_state, q, chunk_size, cu_seqlens)
+    return S, o, from_rows(torch.cat(starts), B, H).movedim(0, -4).contiguous(), *errors
 
 
 def _recorded(
-    initial_state: Tensor, q: Tensor, chunk_size: int, cu_seqlens: CuSeqlens | None, *, record: bool
+    initial_state: Tensor,
+    q: Tensor,
+    chunk_size: int,
+    cu_seqlens: CuSeqlens | None,
+    *,
+    record: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """New tensors for the last two results of `chunked_kda`."""
-    lengths = [q.shape[-3]] if cu_seqlens is None else ragged.lengths_of(cu_seqlens)
-    sizes = [chunk_length(T, chunk_size) for T in lengths] if record else []
-    counts = [-(-T // C) for T, C in zip(lengths, sizes)]  # noqa: B905
-    n, L = sum(counts), sum(count * C for count, C in zip(counts, sizes, strict=True))
-    *_, HV, K, V = initial_state.shape
-    K, V, B = K + -K % 16, V + -V % 16, q.shape[:-3]
+    (*B, T, _, _), (*_, HV, K, V) = q.shape, initial_state.shape
+    lengths = [T] if cu_seqlens is None else ragged.lengths_of(cu_seqlens)
+    n = sum(-(-length // chunk_size) for length in lengths)  # of a short chunk too
+    K, V = K + -K % 16, V + -V % 16
+    n, L = (n, T) if record else (0, 0)
     return initial_state.new_empty(*B, n, HV, K, V), initial_state.new_empty(*B, L, HV, V)
 
 
@@ -216,11 +222,20 @@ def chunk_length(T: int, chunk_size: int) -> int:
     return C
 
 
-def portions(group: Group, S: Tensor, tokens: Tokens) -> Iterator[tuple[list[int], Tokens]]:
-    """Runs of steps whose chunks fit the working set, at least one step each: their counts and tokens."""
+def portions(
+    group: Group, S: Tensor, tokens: Tokens, *, alike: bool = False
+) -> Iterator[tuple[list[int], Tokens, bool]]:
+    """Runs of steps whose chunks fit the working set, at least one step each: their counts and tokens.
+
+    `alike`: all that can be of one of few sizes, which the last result says of each.
+    """
     portion: list[int] = []
     runs = [portion]
     most = WORKING_SET // max(1, S[0].numel() // S.shape[-2] * group.C * S.element_size())
+    if alike:
+        # Few, for Inductor unrolls the steps.
+        most = max(1, min(most, 4))
+        most = most if most <= len(group.active) else 1
     for count in group.active:
         if portion and sum(portion) + count > most:
             portion = []
@@ -229,32 +244,31 @@ def portions(group: Group, S: Tensor, tokens: Tokens) -> Iterator[tuple[list[int
     # Split, not sliced: its derivative is one concatenation, where every slice would write full-sized zeros.
     sizes = [sum(counts) * group.C for counts in runs]
     sizes[-1] -= sum(sizes) - tokens[0].shape[-3]
-    yield from zip(runs, zip(*(x.split(sizes, -3) for x in tokens), strict=True), strict=True)
+    usual = [alike and counts == [1] * most and size == most * group.C for counts, size in zip(runs, sizes)]  # noqa: B905
+    yield from zip(runs, zip(*(x.split(sizes, -3) for x in tokens), strict=True), usual, strict=True)
 
 
 def advance(
-    S: Float[Tensor, "N *B H G K V"],
-    q: Float[Tensor, "*B L H K"],
-    k: Float[Tensor, "*B L H K"],
-    v: Float[Tensor, "*B L HV V"],
-    g: Float[Tensor, "*B L HV K"],
-    beta: Float[Tensor, "*B L HV 1"],
+    S: Float[Tensor, "N R G K V"],
+    q: Float[Tensor, "n R 1 C K"],
+    k: Float[Tensor, "n R 1 C K"],
+    v: Float[Tensor, "n R G C V"],
+    g: Float[Tensor, "n R G C K"],
+    beta: Float[Tensor, "n R G C 1"],
     *,
     counts: list[int],
-    C: int,
     scale: float,
     record: bool,
 ) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
-    """At step i the first `counts[i]` sequences advance by one chunk each.
+    """At step i the first `counts[i]` sequences advance by one chunk each; the rows R are batch and heads.
 
     Returns the states of those that went to the end, of those that ended before, the outputs of each step
-    [*B nC HV V], and, to `record`, the states before it and the errors [*B nC HV V].
+    [.. R G C V], and, to `record`, the states before it and the errors [.. R G C V].
     """
-    H = q.shape[-2]
-    q, k, v_chunks, g, beta = (to_chunks(x, C, H, S.dtype) for x in (q, k, v, g, beta))
+    C = q.shape[-2]
     terms = chunk_terms(q, k, g.exp(), beta.mT, scale=scale)
     finished, outputs, before, errors = [], [], [], []
-    chunks = *terms, v_chunks, beta
+    chunks = *terms, v, beta
     for count, chunk in zip(counts, zip(*(x.split(counts) for x in chunks), strict=True), strict=True):
         qk_in, k_out, decay, inverse, A, v_c, beta_c = chunk
         if count < len(S):
@@ -266,14 +280,14 @@ def advance(
         d = beta_c * e
         if record:
             before.append(S)
-            errors.append(from_chunks(e))
-        outputs.append(from_chunks((matmul(A, d) + seen).to(v.dtype)))
+            errors.append(e)
+        outputs.append(matmul(A, d) + seen)
         S = torch.addcmul(matmul(k_out.mT, d), decay.mT, S)
     return S, finished, outputs, before, errors
 
 
 class Terms(NamedTuple):
-    """What a scan needs of each chunk; the axes before the last two are n *B H G."""
+    """What a scan needs of each chunk; the axes before the last two are n R G."""
 
     qk_in: Tensor
     """scale q · D(start -> .) and k · D(start -> .), in turn   [2C K]"""
@@ -301,7 +315,7 @@ class Level(NamedTuple):
 def chunk_terms(
     q: Tensor, k: Tensor, decay: Tensor, beta: Tensor, *, scale: float, levels: list[Level] | None = None
 ) -> Terms:
-    """q, k [n *B H 1 C K], decay = exp(g) [n *B H G C K], beta [n *B H G 1 C], or [.. C 1] for diag(beta) P.
+    """q, k [n R 1 C K], decay = exp(g) [n R G C K], beta [n R G 1 C], or [.. C 1] for diag(beta) P.
 
     `levels`, if given, collects what there was to join.
     """
@@ -370,17 +384,27 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def to_chunks(x: Tensor, C: int, H: int, dtype: torch.dtype) -> Tensor:
-    """[*B L h F] -> [n *B H G C F] in dtype, zeros at the end of the last chunk."""
+    """[*B L HG F] -> [n R G C F] in dtype, zeros at the end of the last chunk."""
     short = -x.shape[-3] % C
     if short:
         x = F.pad(x, (0, 0, 0, 0, 0, short))
-    x = x.unflatten(-3, (-1, C)).movedim(-4, 0).transpose(-3, -2).unflatten(-3, (H, -1))
-    return x.to(dtype, memory_format=torch.contiguous_format).contiguous()
+    x = x.unflatten(-3, (-1, C)).movedim(-4, 0).transpose(-3, -2)
+    return in_rows(x.to(dtype, memory_format=torch.contiguous_format).contiguous(), H)
 
 
-def from_chunks(x: Tensor) -> Tensor:
-    """[n *B H G C F] -> [*B nC HG F], the inverse."""
-    return x.flatten(-4, -3).transpose(-3, -2).movedim(0, -4).flatten(-4, -3)
+def from_chunks(x: Tensor, B: Sequence[int], H: int) -> Tensor:
+    """[n R G C F] -> [*B nC HG F], the inverse."""
+    return from_rows(x, B, H).transpose(-3, -2).movedim(0, -4).flatten(-4, -3)
+
+
+def in_rows(x: Tensor, H: int) -> Tensor:
+    """[n *B HG .. ..] -> [n R G .. ..], R = B H."""
+    return x.unflatten(-3, (H, -1)).flatten(1, -4)
+
+
+def from_rows(x: Tensor, B: Sequence[int], H: int) -> Tensor:
+    """[n R G .. ..] -> [n *B HG .. ..], the inverse."""
+    return x.unflatten(1, (*B, H)).flatten(-4, -3)
 
 
 def align(x: Tensor, axes: int = 1) -> Tensor:

@@ -24,7 +24,9 @@ from kda_fn.primitives.kda.fallback import (
     chunk_terms,
     cut,
     from_chunks,
+    from_rows,
     in_groups,
+    in_rows,
     matmul,
     portions,
     to_chunks,
@@ -53,35 +55,28 @@ def kda_chunked_backward(
     **_options: object,
 ) -> list[Tensor]:
     """The gradients of initial_state, q, k, v, g and beta; the last two tensors are `chunked_kda`'s."""
-    (T, H, K), V = q.shape[-3:], v.shape[-1]
+    (*B, T, H, K), V = q.shape, v.shape[-1]
     if T == 0:
         return [dS.clone(), *(torch.zeros_like(x) for x in (q, k, v, g, beta))]
     scale = float(K**-0.5) if scale is None else scale
-    starts = starts.movedim(-4, 0).unflatten(-3, (H, -1))  # n *B H G K V
-    chunks, visited = 0, 0
+    starts, visited = starts.movedim(-4, 0), 0
 
     def run(group: Group, dS: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        nonlocal chunks, visited
-        n, L = sum(group.active), sum(group.active) * group.C
-        before, e = starts[chunks : chunks + n], errors.narrow(-3, visited, tokens[0].shape[-3])
-        chunks, visited = chunks + n, visited + L
-        final = dS.unflatten(-3, (H, -1))
-        dS, gradients = final[:0], []
-        for counts, portion in reversed(list(portions(group, final, (e, *tokens)))):
+        nonlocal visited
+        visited = n = visited + sum(group.active)
+        final = in_rows(dS, H)
+        dS, gradients = final[: group.active[-1]], []
+        for counts, portion, usual in reversed(list(portions(group, final, tokens, alike=compiled))):
             n -= sum(counts)
-            dS, *of_tokens = fused(retreat, compiled)(
-                dS,
-                final[len(dS) :],
-                before[n : n + sum(counts)],
-                *portion,
-                counts=counts,
-                C=group.C,
-                scale=scale,
+            before = in_rows(starts[n : n + sum(counts)], H)
+            chunks = (to_chunks(x, group.C, H, final.dtype) for x in portion)
+            dS, *of_chunks = fused(retreat, usual)(
+                dS, final[len(dS) :], before, *chunks, counts=counts, scale=scale
             )
-            gradients.append(of_tokens)
-        return dS.flatten(-4, -3), tuple(torch.cat(x[::-1], -3) for x in zip(*gradients, strict=True))
+            gradients.append([from_chunks(x, B, H) for x in of_chunks])
+        return from_rows(dS, B, H), tuple(torch.cat(x[::-1], -3) for x in zip(*gradients, strict=True))
 
-    tokens = align(do), align(q), align(k), align(g), beta.unsqueeze(-1)
+    tokens = errors, align(do), align(q), align(k), align(g), beta.unsqueeze(-1)
     dS, gradients = in_groups(run, align(dS, 2), tokens, chunk_size, cu_seqlens)
     sizes = {"q": K, "k": K, "v": V, "g": K, "beta": 1}
     of_tokens = [cut(x, size) for x, size in zip(gradients, sizes.values(), strict=True)]
@@ -90,27 +85,25 @@ def kda_chunked_backward(
 
 
 def retreat(
-    dS: Float[Tensor, "M *B H G K V"],
-    dS_ended: Float[Tensor, "E *B H G K V"],
-    S: Float[Tensor, "n *B H G K V"],
-    e: Float[Tensor, "*B L HV V"],
-    do: Float[Tensor, "*B L HV V"],
-    q: Float[Tensor, "*B L H K"],
-    k: Float[Tensor, "*B L H K"],
-    g: Float[Tensor, "*B L HV K"],
-    beta: Float[Tensor, "*B L HV 1"],
+    dS: Float[Tensor, "M R G K V"],
+    dS_ended: Float[Tensor, "E R G K V"],
+    S: Float[Tensor, "n R G K V"],
+    e: Float[Tensor, "n R G C V"],
+    do: Float[Tensor, "n R G C V"],
+    q: Float[Tensor, "n R 1 C K"],
+    k: Float[Tensor, "n R 1 C K"],
+    g: Float[Tensor, "n R G C K"],
+    beta: Float[Tensor, "n R G C 1"],
     *,
     counts: list[int],
-    C: int,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    """Back through `advance`: to the cotangents of the states before it and of its tokens [*B nC .. ..].
+    """Back through `advance`: to the cotangents of the states before it and of its chunks.
 
     dS is of the states after it, of the first M sequences; dS_ended of the final states of all others, which
     end in it or have ended before.
     """
-    H = q.shape[-2]
-    e, do, q, k, g, beta = (to_chunks(x, C, H, S.dtype) for x in (e, do, q, k, g, beta))
+    C = q.shape[-2]
     levels: list[Level] = []
     decay_1 = g.exp()
     qk_in, k_out, decay, inverse, A = chunk_terms(q, k, decay_1, beta, scale=scale, levels=levels)
@@ -165,4 +158,4 @@ def retreat(
     if dq.shape[-3] > 1:  # heads that share q and k
         dq, dk = dq.sum(-3, keepdim=True), dk.sum(-3, keepdim=True)
     gradients = dq, dk, beta * w, ddecay * decay_1, (w * e).sum(-1, keepdim=True)
-    return dS, *(from_chunks(x) for x in gradients)
+    return dS, *gradients
