@@ -3,9 +3,10 @@
     python benchmarks/cpu.py [--quick] [--rounds N] [--out FILE.json] [--plot FILE.png]
     python benchmarks/cpu.py --memory [--out FILE.json]
 
-Every round times every contender once, sgemm and a memory copy among them: a busy moment hits all alike, and
-ratios are taken inside a round. The floor of a prefill is its least arithmetic at the rate of that sgemm,
-the floor of a decode step its least traffic at the rate of that copy. Columns: README.md.
+Every round times every contender once, sgemm and a memory copy among them: a busy moment hits all alike,
+and ratios are taken inside a round. "compiled" is `torch.compile` around the fallback. The floor of a
+prefill is its least arithmetic at the rate of that sgemm, the floor of a decode step its least traffic at
+the rate of that copy. Columns: README.md.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import math
 import os
 import platform
 import re
@@ -23,6 +25,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from statistics import linear_regression, median
 from typing import Any, NamedTuple
@@ -45,7 +48,9 @@ from kda_fn import kda, kda_gate, kda_step, l2_norm
 
 OURS = "kda_fn fallback"
 LOOP = "kda_fn recurrence"
-BACKWARD = "kda_fn fallback, forward + backward"
+COMPILED = "kda_fn compiled"
+TRAINED = OURS, COMPILED, "transformers chunk", "FLA naive chunk"
+VMAPPED = "kda_fn fallback, vmapped"
 SGEMM, COPY, STATE_COPY = "sgemm", "copy", "copy of the state"
 
 
@@ -54,15 +59,18 @@ class Plan(NamedTuple):
 
     shapes: tuple[tuple[int, int, int], ...] = ((1, 2048, 4), (1, 1024, 32))  # B, T, H
     head_dim: int = 128
-    decode_batches: tuple[int, ...] = (1, 16, 64)
+    decode_batches: tuple[int, ...] = (1, 16, 64, 256)
     decode_heads: int = 32
+    lengths: tuple[int, ...] = tuple(2**n for n in range(10, 18))
+    heads: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     matmul: int = 2048
     copy_bytes: int = 2**28
     rounds: int = 9
 
 
-QUICK = Plan(((1, 128, 2), (2, 64, 2)), 32, (1, 4), 4, 256, 2**22, 2)
-MEMORY_LENGTHS = 12_500, 25_000, 50_000, 100_000
+QUICK = Plan(((1, 128, 2), (2, 64, 2)), 32, (1, 4), 4, (64, 128, 256), (1, 2), (1, 2), 256, 2**22, 2)
+MEMORY_LENGTHS = {"forward": (12_500, 25_000, 50_000, 100_000), "forward + backward": (6_250, 12_500, 25_000)}
 MEMORY_HEADS, MEMORY_HEAD_DIM, MEMORY_LIMIT = 4, 64, 2**32
 
 
@@ -146,12 +154,18 @@ def contenders() -> tuple[dict[str, Contender], dict[str, str]]:
 
 
 def our_contenders() -> dict[str, Contender]:
-    """The fallback and the reference of this library."""
+    """The fallback, eager and compiled, and the reference of this library."""
 
     def contender(impl: Any) -> Contender:
         return Contender(lambda x: kda(*x, impl=impl), lambda x: kda_step(*_one_token(x), impl=impl))
 
-    return {OURS: contender("fallback"), LOOP: contender("reference")}
+    compiled = torch.compile(partial(kda, impl="fallback"), fullgraph=True)
+    compiled_step = torch.compile(partial(kda_step, impl="fallback"), fullgraph=True)
+    return {
+        OURS: contender("fallback"),
+        COMPILED: Contender(lambda x: compiled(*x), lambda x: compiled_step(*_one_token(x))),
+        LOOP: contender("reference"),
+    }
 
 
 def transformers_contenders() -> dict[str, Contender]:
@@ -277,36 +291,104 @@ def timing(samples: Samples, name: str, floor: float, baseline: str = OURS) -> J
     }
 
 
-def measure_forward(plan: Plan, shape: tuple[int, int, int], field: dict[str, Contender]) -> Json:
-    """No-grad prefills of one shape, from a state to a state, and forward + backward of the fallback."""
+def measure_prefill(plan: Plan, shape: tuple[int, int, int], field: dict[str, Contender]) -> Json:
+    """Prefills of one shape, from a state to a state: no-grad, and forward + backward."""
     B, T, H = shape
     K = V = plan.head_dim
     inputs = make_inputs(B, T, H, K, V)
     runs = {name: (lambda run=contender.run: run(inputs)) for name, contender in field.items()}
     accuracy = errors(inputs, runs)
     check(accuracy)
-    gradients(inputs)  # warms up; `errors` warmed up the rest
-
-    jobs = {**runs, BACKWARD: lambda: gradients(inputs), **calibration(plan)}
-    samples = interleave(jobs, plan.rounds)
+    samples = interleave({**runs, **calibration(plan)}, plan.rounds)
     machine = rates(samples, plan)
     floor = B * T * H * flop_per_token_and_head(K, V) / machine["sgemm_gflops"] / 1e9
+
+    trained = [name for name in TRAINED if name in field]
+    expected = gradients(partial(kda, impl="reference"), Inputs(*(x.double() for x in inputs)))
+    pulls = {
+        name: partial(gradients, lambda *x, f=field[name]: f.run(Inputs(*x)), inputs) for name in trained
+    }
+    found = {name: {"error_gradients": gradient_error(pull(), expected)} for name, pull in pulls.items()}
+    for name, result in found.items():
+        if not result["error_gradients"] <= 1e-4:
+            raise RuntimeError(
+                f"{name}: gradients {result['error_gradients']:.1e} against the float64 recurrence"
+            )
+    forward = f"{OURS}, forward"
+    both = interleave({forward: runs[OURS], **pulls}, plan.rounds)
     return {
         "shape": {"B": B, "T": T, "H": H, "K": K, "V": V},
         **machine,
         "floor_s": floor,
         "contenders": {name: {**timing(samples, name, floor), **accuracy[name]} for name in field},
-        # The floor is the forward's alone.
-        "forward_backward": {k: v for k, v in timing(samples, BACKWARD, floor).items() if "floor" not in k},
+        "forward_backward": {
+            name: {
+                **timing(both, name, floor),
+                **found[name],
+                "times_our_forward": round_ratio(both, name, forward),
+            }
+            for name in trained
+        },
     }
 
 
-def gradients(inputs: Inputs) -> tuple[Tensor, ...]:
-    """Forward and backward of the fallback, through the sum of both outputs."""
+def gradients(run: Callable[..., tuple[Tensor, Tensor]], inputs: Inputs) -> tuple[Tensor, ...]:
+    """Of a random projection of both results: forward and backward."""
     with torch.enable_grad():
-        leaves = Inputs(*(x.detach().requires_grad_() for x in inputs))
-        state, o = kda(*leaves, impl="fallback")
-        return torch.autograd.grad(state.sum() + o.sum(), leaves)
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        results = run(*leaves)
+        # The same numbers in each call: random, for the gradient of a plain sum hides errors that cancel.
+        cotangents = [torch.linspace(-1, 1, y.numel(), dtype=y.dtype).sin().view_as(y) for y in results]
+        return torch.autograd.grad(results, leaves, cotangents)
+
+
+def gradient_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The worst relative RMSE of a gradient."""
+    return max(relative_rmse(x, y) for x, y in zip(found, expected, strict=True))
+
+
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+
+
+def measure_dtypes(plan: Plan, shape: tuple[int, int, int]) -> Json:
+    """q, k, v and beta in half precision, beside float32; the gate and the states stay float32."""
+    B, T, H = shape
+    x = make_inputs(B, T, H, plan.head_dim, plan.head_dim)
+    jobs: dict[str, Callable[[], object]] = {}
+    for dtype in DTYPES:
+        q, k, v, beta = (y.to(dtype) for y in (x.q, x.k, x.v, x.beta))
+        inputs, name = Inputs(x.state, q, k, v, x.g, beta), str(dtype).removeprefix("torch.")
+        run = partial(kda, impl="fallback")
+        jobs[name] = partial(run, *inputs)
+        jobs[f"{name}, forward + backward"] = partial(gradients, run, inputs)
+    samples = interleave(jobs, plan.rounds)
+    return {
+        "shape": {"B": B, "T": T, "H": H, "K": plan.head_dim, "V": plan.head_dim},
+        "times": {
+            name: timing(samples, name, 0.0, baseline=name.replace(name.partition(",")[0], "float32"))
+            for name in jobs
+        },
+    }
+
+
+def measure_scaling(plan: Plan) -> list[Json]:
+    """Times of no-grad prefills along one size, and the slope of their logarithms."""
+    sweeps = {
+        "T": [(1, T, 4) for T in plan.lengths],
+        "H": [(1, 1024, H) for H in plan.heads],
+        "B": [(B, 256, 4) for B in plan.batches],
+    }
+    results = []
+    for axis, shapes in progress("scaling in", list(sweeps.items())):
+        seconds = []
+        for shape in shapes:
+            inputs = make_inputs(*shape, plan.head_dim, plan.head_dim)
+            samples = interleave({OURS: partial(kda, *inputs, impl="fallback")}, max(3, plan.rounds // 3))
+            seconds.append(median(samples[OURS]))
+        sizes = [shape["BTH".index(axis)] for shape in shapes]
+        slope, _ = linear_regression([math.log(n) for n in sizes], [math.log(t) for t in seconds])
+        results.append({"axis": axis, "shapes": shapes, "sizes": sizes, "seconds": seconds, "slope": slope})
+    return results
 
 
 def measure_gates(plan: Plan, shape: tuple[int, int, int]) -> Json:
@@ -340,7 +422,8 @@ def measure_decode(plan: Plan, batch: int, field: dict[str, Contender]) -> Json:
     accuracy = errors(inputs, {name: lambda run=run: _with_time(run()) for name, run in runs.items()})
     check(accuracy)
 
-    jobs = {**runs, STATE_COPY: inputs.state.clone}
+    by_vmap = torch.func.vmap(partial(kda_step, impl="fallback"))
+    jobs = {**runs, VMAPPED: lambda: by_vmap(*_one_token(inputs)), STATE_COPY: inputs.state.clone}
     repeats = max(1, 64 // batch)
     samples = interleave(jobs, plan.rounds, repeats) | interleave(calibration(plan), plan.rounds)
     machine = rates(samples, plan)
@@ -367,9 +450,11 @@ def measure(plan: Plan, field: dict[str, Contender], missing: dict[str, str]) ->
             "environment": environment,
             "missing": missing,
             "rounds": plan.rounds,
-            "forward": [measure_forward(plan, shape, field) for shape in progress("prefill", plan.shapes)],
+            "forward": [measure_prefill(plan, shape, field) for shape in progress("prefill", plan.shapes)],
+            "dtypes": [measure_dtypes(plan, shape) for shape in progress("dtypes", plan.shapes)],
             "gates": [measure_gates(plan, shape) for shape in progress("gates", plan.shapes)],
             "decode": [measure_decode(plan, n, field) for n in progress("decode", plan.decode_batches)],
+            "scaling": measure_scaling(plan),
         }
     environment["load_average_after"] = os.getloadavg()
     return results
@@ -400,25 +485,29 @@ def cpu_name() -> str:
 # Memory
 
 
-def prefill_memory(T: int) -> Json:
-    """Peak memory of a no-grad prefill of T tokens in this process, which must be a fresh one."""
+def memory_of(T: int, kind: str) -> Json:
+    """Peak memory of a prefill of T tokens in this process, which must be a fresh one."""
     H, K, V = MEMORY_HEADS, MEMORY_HEAD_DIM, MEMORY_HEAD_DIM
+    run = partial(kda, impl="fallback")
     with torch.no_grad():
-        inputs = lean_inputs(T, H, K, V)
-        kda(*lean_inputs(64, H, K, V), impl="fallback")  # libraries set up their buffers once
+        inputs, few = lean_inputs(T, H, K, V), lean_inputs(64, H, K, V)
+        # Libraries set up their buffers once.
+        _ = run(*few) if kind == "forward" else gradients(run, few)
         before = resident_bytes("VmRSS")
-        state, o = kda(*inputs, impl="fallback")
+        results = run(*inputs) if kind == "forward" else gradients(run, inputs)
         peak = resident_bytes("VmHWM")
-    owned = {state.untyped_storage().data_ptr(), o.untyped_storage().data_ptr()}
+    state, *outputs = results
+    owned = {x.untyped_storage().data_ptr() for x in results}
     return {
         "T": T,
         "peak_bytes": peak,
         "extra_bytes": peak - before,
         "state_bytes": state.numel() * state.element_size(),
         "state_storage_bytes": state.untyped_storage().nbytes(),
-        "output_bytes": o.numel() * o.element_size(),
-        "output_storage_bytes": o.untyped_storage().nbytes(),
-        "shares_memory": len(owned) < 2 or any(x.untyped_storage().data_ptr() in owned for x in inputs),
+        "output_bytes": sum(x.numel() * x.element_size() for x in outputs),
+        "output_storage_bytes": sum(x.untyped_storage().nbytes() for x in outputs),
+        "shares_memory": len(owned) < len(results)
+        or any(x.untyped_storage().data_ptr() in owned for x in inputs),
     }
 
 
@@ -445,31 +534,35 @@ def resident_bytes(field: str) -> int:
     return 1024 * int(found.group(1))
 
 
-def prefill_memory_in_fresh_process(T: int) -> Json:
-    """`prefill_memory` in a process of its own, on one thread: threads cost time on a busy machine only."""
-    command = [sys.executable, __file__, "--memory-of", str(T)]
+def memory_in_fresh_process(T: int, kind: str) -> Json:
+    """`memory_of` in a process of its own, on one thread: threads cost time on a busy machine only."""
+    command = [sys.executable, __file__, "--memory-of", str(T), kind]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout)
 
 
-def measure_memory(lengths: Sequence[int]) -> Json:
+def measure_memory(lengths: dict[str, Sequence[int]]) -> Json:
     """Peak memory at each length, and its growth per token and head."""
-    environment = describe_machine()
-    prefills = [prefill_memory_in_fresh_process(T) for T in lengths]
-    slope, _ = linear_regression([p["T"] for p in prefills], [p["extra_bytes"] for p in prefills])
+    kinds = {}
+    for kind, sizes in lengths.items():
+        runs = [memory_in_fresh_process(T, kind) for T in sizes]
+        slope, _ = linear_regression([p["T"] for p in runs], [p["extra_bytes"] for p in runs])
+        kinds[kind] = {
+            "runs": runs,
+            "bytes_per_token_and_head": slope / MEMORY_HEADS,
+            "output_bytes_per_token_and_head": runs[-1]["output_bytes"] / runs[-1]["T"] / MEMORY_HEADS,
+            "within_limit": all(p["peak_bytes"] <= MEMORY_LIMIT for p in runs),
+            "state_owns_its_memory_alone": all(
+                p["state_storage_bytes"] == p["state_bytes"] and not p["shares_memory"] for p in runs
+            ),
+        }
     return {
-        "environment": environment,
+        "environment": describe_machine(),
         "H": MEMORY_HEADS,
         "K": MEMORY_HEAD_DIM,
         "V": MEMORY_HEAD_DIM,
-        "prefills": prefills,
-        "bytes_per_token_and_head": slope / MEMORY_HEADS,
-        "output_bytes_per_token_and_head": 4 * MEMORY_HEAD_DIM,
-        "within_limit": all(p["peak_bytes"] <= MEMORY_LIMIT for p in prefills),
-        "state_owns_its_memory_alone": all(
-            p["state_storage_bytes"] == p["state_bytes"] and not p["shares_memory"] for p in prefills
-        ),
+        "kinds": kinds,
     }
 
 
@@ -484,24 +577,47 @@ def report(results: Json) -> str:
         f"load average {where['load_average_before'][0]:.1f} to {where['load_average_after'][0]:.1f}\n"
     ]
     parts += [f"missing: {peer} ({reason}); extra `peers`\n" for peer, reason in results["missing"].items()]
-    parts += [report_forward(section) for section in results["forward"]]
+    parts += [report_prefill(section) for section in results["forward"]]
+    parts += [report_dtypes(section) for section in results["dtypes"]]
     parts += [report_gates(section) for section in results["gates"]]
     parts += [report_decode(section) for section in results["decode"]]
+    parts += [report_scaling(sweep) for sweep in results["scaling"]]
     return "\n".join(parts)
 
 
-def report_forward(section: Json) -> str:
-    """One shape of the prefill."""
-    both = section["forward_backward"]
+def report_prefill(section: Json) -> str:
+    """One shape of the prefill, and its derivative."""
     rows = [
         [name, *_times(r, 1e3), f"{r['share_of_floor']:.1%}", *_errors(r)]
         for name, r in section["contenders"].items()
     ]
-    rows.append([BACKWARD, *_times(both, 1e3), "", "", ""])
+    both = [
+        [name, *_times(r, 1e3), f"{r['times_our_forward']:.2f}", f"{r['error_gradients']:.1e}"]
+        for name, r in section["forward_backward"].items()
+    ]
     return (
         f"Prefill {_shape(section)}: sgemm {section['sgemm_gflops']:.0f} GFLOP/s, "
         f"copy {section['copy_gbs']:.1f} GB/s, floor {1e3 * section['floor_s']:.1f} ms\n\n"
         + table(["", "ms", "best ms", "times ours", "floor/ms", "error o", "error state"], rows)
+        + "\nForward + backward\n\n"
+        + table(["", "ms", "best ms", "times ours", "times our forward", "error of gradients"], both)
+    )
+
+
+def report_dtypes(section: Json) -> str:
+    """Half precision beside float32."""
+    rows = [[name, *_times(r, 1e3)] for name, r in section["times"].items()]
+    return f"Fallback by dtype, {_shape(section)}\n\n" + table(["", "ms", "best ms", "times float32"], rows)
+
+
+def report_scaling(sweep: Json) -> str:
+    """Times along one size."""
+    rows = [
+        [str(tuple(shape)), f"{1e3 * t:.1f}"]
+        for shape, t in zip(sweep["shapes"], sweep["seconds"], strict=True)
+    ]
+    return f"Scaling in {sweep['axis']}: slope {sweep['slope']:.3f} in log-log\n\n" + table(
+        ["B, T, H", "ms"], rows
     )
 
 
@@ -539,23 +655,21 @@ def _errors(result: Json) -> list[str]:
 
 def report_memory(results: Json) -> str:
     """Peak memory by length as markdown."""
-    mib = 2**20
-    rows = [
-        [
-            f"{p['T']:,}",
-            f"{p['extra_bytes'] / mib:.0f}",
-            f"{p['output_bytes'] / mib:.0f}",
-            f"{p['peak_bytes'] / mib:.0f}",
+    mib, parts = 2**20, []
+    for kind, found in results["kinds"].items():
+        rows = [
+            [f"{p['T']:,}", *(f"{p[key] / mib:.0f}" for key in ("extra_bytes", "output_bytes", "peak_bytes"))]
+            for p in found["runs"]
         ]
-        for p in results["prefills"]
-    ]
-    return (
-        table(["T", "extra MiB", "of it the output", "peak of the process"], rows)
-        + f"\n{results['bytes_per_token_and_head']:.0f} bytes per token and head, "
-        f"{results['output_bytes_per_token_and_head']} of them the output\n"
-        f"peak within {MEMORY_LIMIT / 2**30:.0f} GiB: {results['within_limit']}; "
-        f"state owns its memory, and no more: {results['state_owns_its_memory_alone']}"
-    )
+        parts.append(
+            f"{kind}\n\n"
+            + table(["T", "extra MiB", "of it results", "peak of the process"], rows)
+            + f"\n{found['bytes_per_token_and_head']:.0f} bytes per token and head, "
+            f"{found['output_bytes_per_token_and_head']:.0f} of them results\n"
+            f"peak within {MEMORY_LIMIT / 2**30:.0f} GiB: {found['within_limit']}; "
+            f"state owns its memory, and no more: {found['state_owns_its_memory_alone']}\n"
+        )
+    return "\n".join(parts)
 
 
 def plot(results: Json, path: Path) -> None:
@@ -566,42 +680,64 @@ def plot(results: Json, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     sections = results["forward"]
-    figure, panels = plt.subplots(len(sections), 1, figsize=(9, 3.1 * len(sections)), squeeze=False)
-    for section, axes in zip(sections, panels[:, 0], strict=True):
-        _plot_shape(axes, section)
+    figure, panels = plt.subplots(len(sections) + 1, 2, figsize=(13, 3.3 * len(sections) + 3), squeeze=False)
+    for section, (left, right) in zip(sections, panels, strict=False):
+        _plot_times(left, section, "contenders", "forward")
+        _plot_times(right, section, "forward_backward", "forward + backward")
+    for axes, sweep in zip(panels[-1], results["scaling"], strict=False):
+        _plot_scaling(axes, sweep)
     where = results["environment"]
-    figure.suptitle("KDA prefill on a CPU, float32, forward", x=0.02, ha="left", fontsize=15, weight="bold")
+    figure.suptitle("KDA prefill on a CPU, float32", x=0.02, ha="left", fontsize=15, weight="bold")
     versions = ", ".join(f"{name} {version}" for name, version in where["peers"].items() if version)
     figure.text(
         0.02,
-        0.012,
+        0.01,
         f"Medians of {results['rounds']} interleaved rounds. {where['cpu']}, {where['threads']} threads; "
         f"torch {where['torch']}, {versions}.",
         fontsize=9,
         color="#444444",
     )
-    figure.tight_layout(rect=(0, 0.03, 1, 0.985), h_pad=2)
-    figure.savefig(path, dpi=120)
+    figure.tight_layout(rect=(0, 0.025, 1, 0.985), h_pad=2)
+    figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
-def _plot_shape(axes: Any, section: Json) -> None:
+def _plot_times(axes: Any, section: Json, which: str, title: str) -> None:
     """One panel; ours and the peers' differ in lightness as well as in hue."""
-    slowest_first = sorted(section["contenders"].items(), key=lambda item: -item[1]["median_s"])
+    slowest_first = sorted(section[which].items(), key=lambda item: -item[1]["median_s"])
     names = [name for name, _ in slowest_first]
     ms = [1e3 * result["median_s"] for _, result in slowest_first]
     floor = 1e3 * section["floor_s"]
     colors = ["#0072B2" if name.startswith("kda_fn") else "#E6B566" for name in names]
     bars = axes.barh(names, ms, color=colors, height=0.68)
-    axes.bar_label(bars, labels=[f"{x:,.0f} ms" for x in ms], padding=4, fontsize=11)
+    axes.bar_label(bars, labels=[f"{x:,.0f} ms" for x in ms], padding=4, fontsize=10)
     axes.set_xscale("log")
-    axes.set_xlim(floor / 2, max(ms) * 3)
-    axes.axvline(floor, color="black", linestyle="--", linewidth=1.2)
-    axes.text(floor, len(names) - 0.45, f" floor {floor:.1f} ms (arithmetic at sgemm's rate)", fontsize=10)
+    axes.set_xlim(floor / 2, max(ms) * 4)
+    if which == "contenders":
+        axes.axvline(floor, color="black", linestyle="--", linewidth=1.2)
+        axes.text(floor, len(names) - 0.45, f" floor {floor:.1f} ms (arithmetic at sgemm's rate)", fontsize=9)
     axes.set_ylim(-0.6, len(names) + 0.2)
-    axes.set_title(_shape(section), loc="left", fontsize=12)
-    axes.set_xlabel("milliseconds, log scale", fontsize=10)
-    axes.tick_params(labelsize=11)
+    axes.set_title(f"{_shape(section)}: {title}", loc="left", fontsize=11)
+    axes.set_xlabel("milliseconds, log scale", fontsize=9)
+    axes.tick_params(labelsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _plot_scaling(axes: Any, sweep: Json) -> None:
+    ms = [1e3 * t for t in sweep["seconds"]]
+    axes.loglog(sweep["sizes"], ms, "o-", color="#0072B2", linewidth=1.8)
+    linear = [ms[-1] * n / sweep["sizes"][-1] for n in sweep["sizes"]]
+    axes.loglog(sweep["sizes"], linear, "--", color="black", linewidth=1, label="proportional")
+    B, T, H = sweep["shapes"][0]
+    others = {"T": f"B = {B}, H = {H}", "H": f"B = {B}, T = {T}", "B": f"T = {T}, H = {H}"}
+    axes.set_title(
+        f"{OURS} by {sweep['axis']} ({others[sweep['axis']]}): slope {sweep['slope']:.2f}",
+        loc="left",
+        fontsize=11,
+    )
+    axes.set_xlabel({"T": "tokens", "H": "heads", "B": "batch"}[sweep["axis"]], fontsize=9)
+    axes.set_ylabel("milliseconds", fontsize=9)
+    axes.legend(frameon=False, fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -616,7 +752,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--memory", action="store_true", help="peak memory of long prefills instead of times")
     parser.add_argument("--out", type=Path, help="write the results to this JSON file")
     parser.add_argument("--plot", type=Path, help="draw the prefill times to this PNG file")
-    parser.add_argument("--memory-of", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--memory-of", nargs=2, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
@@ -624,7 +760,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, prints tables, writes what was asked for."""
     options = parse(arguments)
     if options.memory_of is not None:
-        print(json.dumps(prefill_memory(options.memory_of)))
+        T, kind = options.memory_of
+        print(json.dumps(memory_of(int(T), kind)))
         return
     if options.memory:
         results = measure_memory(MEMORY_LENGTHS)
@@ -637,8 +774,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             plot(results, options.plot)
     if options.out:
         options.out.write_text(json.dumps(results, indent=1) + "\n")
-    if options.memory and not (results["within_limit"] and results["state_owns_its_memory_alone"]):
-        raise SystemExit("the memory law does not hold")
+    if options.memory:
+        for kind, found in results["kinds"].items():
+            if not (found["within_limit"] and found["state_owns_its_memory_alone"]):
+                raise SystemExit(f"the memory law does not hold: {kind}")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from kda_fn.layers.mla import MLAConfig, MLAParams, MLAState, init_mla, init_mla
 from kda_fn.layers.mlp import SwiGLUParams, init_swiglu, swiglu
 from kda_fn.layers.moe import MoEConfig, MoEParams, init_moe, moe
 from kda_fn.layers.sampling import decode_step, sample
-from kda_fn.primitives._kernel import register_for_export
+from kda_fn.primitives._kernel import register_for_export as _register_for_export
 from kda_fn.primitives._primitive import explain
 from kda_fn.primitives.causal_conv1d import causal_conv1d
 from kda_fn.primitives.gated_rms_norm import gated_rms_norm, residual_gated_rms_norm
@@ -125,4 +125,4 @@ __all__ = [
     "swiglu",
 ]
 
-register_for_export(*(x for x in list(globals().values()) if isinstance(x, type) and hasattr(x, "_fields")))
+_register_for_export(*(x for x in list(globals().values()) if isinstance(x, type) and hasattr(x, "_fields")))

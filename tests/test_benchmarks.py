@@ -49,16 +49,18 @@ def agrees_with_float64(cpu: ModuleType, contenders: dict, *, steps: int) -> Non
 
 def test_everything_is_measured_and_reported(cpu: ModuleType, tmp_path: Path) -> None:
     plan = cpu.QUICK._replace(shapes=((1, 64, 1),), decode_batches=(1,), rounds=1)
+    ours = {name: c for name, c in cpu.our_contenders().items() if name != cpu.COMPILED}
     missing = {"absent-peer": "No module named 'absent_peer'"}
-    results = json.loads(json.dumps(cpu.measure(plan, cpu.our_contenders(), missing)))
+    results = json.loads(json.dumps(cpu.measure(plan, ours, missing)))
 
     text = cpu.report(results)
     assert "missing: absent-peer (No module named 'absent_peer')" in text
     names = {cpu.OURS, cpu.LOOP}
     assert set(results["forward"][0]["contenders"]) == names
-    assert set(results["decode"][0]["contenders"]) == names | {cpu.STATE_COPY}
+    assert set(results["decode"][0]["contenders"]) == names | {cpu.VMAPPED, cpu.STATE_COPY}
+    assert set(results["forward"][0]["forward_backward"]) == {cpu.OURS}
     assert set(results["gates"][0]["regimes"]) == set(cpu.REGIMES)
-    for name in (*names, cpu.BACKWARD, *cpu.REGIMES):
+    for name in (*names, cpu.VMAPPED, *cpu.REGIMES, "bfloat16, forward + backward"):
         assert f"| {name} |" in text
 
     cpu.plot(results, tmp_path / "cpu.png")
@@ -77,12 +79,12 @@ def test_a_missing_peer_is_named(cpu: ModuleType, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     found, missing = cpu.contenders()
-    assert set(found) == {cpu.OURS, cpu.LOOP}
+    assert set(found) == {cpu.OURS, cpu.COMPILED, cpu.LOOP}
     assert set(missing) == {"transformers", "fla-core"}
 
 
 def test_our_contenders_agree_with_float64(cpu: ModuleType) -> None:
-    agrees_with_float64(cpu, cpu.our_contenders(), steps=2)
+    agrees_with_float64(cpu, cpu.our_contenders(), steps=3)
 
 
 def test_transformers_agrees_with_float64(cpu: ModuleType) -> None:
@@ -128,7 +130,7 @@ def test_regimes_of_gates_are_what_they_say(cpu: ModuleType, regime: str) -> Non
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 def test_a_prefill_keeps_its_outputs_and_nothing_else(cpu: ModuleType) -> None:
-    prefill = cpu.prefill_memory_in_fresh_process(10_000)
+    prefill = cpu.memory_in_fresh_process(10_000, "forward")
     assert prefill["extra_bytes"] >= prefill["output_bytes"]
     assert prefill["state_storage_bytes"] == prefill["state_bytes"]
     assert prefill["output_storage_bytes"] == prefill["output_bytes"]

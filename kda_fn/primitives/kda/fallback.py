@@ -119,11 +119,11 @@ def chunked_kda(
     if T == 0:
         return initial_state.clone(), v.clone(), *_recorded(initial_state, q, chunk_size, cu_seqlens)
     tokens = align(q), align(k), align(v), align(g), beta.unsqueeze(-1)
-    S, (o, *errors) = in_groups(run, align(initial_state, 2), tokens, chunk_size, cu_seqlens)
-    S, o = cut(S, K, V), cut(o, V)
+    S, results = in_groups(run, align(initial_state, 2), tokens, chunk_size, cu_seqlens)
+    S, o = cut(S, K, V), cut(results[0], V)
     if not record:
         return S, o, *_recorded(initial_state, q, chunk_size, cu_seqlens)
-    return S, o, from_rows(torch.cat(starts), B, H).movedim(0, -4).contiguous(), *errors
+    return S, o, from_rows(torch.cat(starts), B, H).movedim(0, -4).contiguous(), results[1]
 
 
 def _recorded(
