@@ -18,12 +18,15 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
+def listing(what: str) -> str:
+    """The code block that holds these words."""
+    return next(code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if what in code)
+
+
 def test_the_example_runs() -> None:
     """Decode and the vmapped branches are what one call on the whole gives; the gradient is one of params."""
-    code = re.search(r"```python\n(.*?)```", README, re.DOTALL)
-    assert code
     names: dict[str, Any] = {}
-    exec(code[1], names)
+    exec(listing("slopes"), names)
     layer, params, start = names["layer"], names["params"], kda_fn.init_state(names["config"])
     seen = torch.cat([names["prompt"], names["token"]])
     assert_close(names["y_next"], layer(params, start, seen)[1][-1:], 1e-5)
@@ -35,8 +38,8 @@ def test_the_example_runs() -> None:
 
 
 def test_a_checkpoint_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second listing, on a small model of that name and without a GPU."""
-    code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[1].replace('"cuda"', '"cpu"')
+    """The listing of the loader, on a small model of that name and without a GPU."""
+    code = listing("load_kimi_linear").replace('"cuda"', '"cpu"')
     params = random_params(KIMI_LINEAR, torch.bfloat16)
     save_kimi_linear(tmp_path / "Kimi-Linear-48B-A3B-Instruct", params, config=KIMI_LINEAR)
     monkeypatch.chdir(tmp_path)
@@ -45,9 +48,26 @@ def test_a_checkpoint_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert names["text"].shape == (200,) and len(names["text"].unique()) > 5
 
 
+def test_compiled_and_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was compiled, and what was saved and loaded, equal the eager layer."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    names: dict[str, Any] = {}
+    code = listing("torch.export").replace("torch.randn(2, 30, 64)", "(x := torch.randn(2, 30, 64))")
+    exec(code.replace("fullgraph=True", 'fullgraph=True, backend="aot_eager"'), names)
+    params, config, state = names["params"], names["config"], names["state"]
+    start = kda_fn.init_state(config, (2,))
+    expected = kda_fn.kimi_delta_attention(params, start, names["x"], config=config)
+    assert_close([*state, names["y"]], [*expected[0], expected[1]], 1e-5)
+    x = torch.randn(2, 1, 64)
+    state, y = kda_fn.kimi_delta_attention(params, expected[0], x, config=config)
+    program = torch.export.load("step.pt2").module()
+    assert_close([*program(*expected[0], x)], [*state, y], 1e-6)
+
+
 def test_a_batch_of_requests() -> None:
     """The listing of `kda_fn.serving`: the prompt ends in its own state, and two tokens are accepted."""
-    code = next(c for c in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "plan_batch" in c)
+    code = listing("plan_batch")
     torch.manual_seed(0)
     names: dict[str, Any] = {}
     exec(code.replace("torch.randn(9, 64)", "(x := torch.randn(9, 64))"), names)
