@@ -687,7 +687,9 @@ def plot(results: Json, path: Path) -> None:
     for axes, sweep in zip(panels[-1], results["scaling"], strict=False):
         _plot_scaling(axes, sweep)
     where = results["environment"]
-    figure.suptitle("KDA prefill on a CPU, float32", x=0.02, ha="left", fontsize=15, weight="bold")
+    K, V = (sections[0]["shape"][letter] for letter in "KV")
+    title = f"KDA prefill on a CPU, float32, K = {K}, V = {V}"
+    figure.suptitle(title, x=0.02, ha="left", fontsize=15, weight="bold")
     versions = ", ".join(f"{name} {version}" for name, version in where["peers"].items() if version)
     figure.text(
         0.02,
@@ -717,7 +719,8 @@ def _plot_times(axes: Any, section: Json, which: str, title: str) -> None:
         axes.axvline(floor, color="black", linestyle="--", linewidth=1.2)
         axes.text(floor, len(names) - 0.45, f" floor {floor:.1f} ms (arithmetic at sgemm's rate)", fontsize=9)
     axes.set_ylim(-0.6, len(names) + 0.2)
-    axes.set_title(f"{_shape(section)}: {title}", loc="left", fontsize=11)
+    sizes = ", ".join(f"{letter} = {section['shape'][letter]}" for letter in "BTH")
+    axes.set_title(f"{sizes}: {title}", loc="left", fontsize=11)
     axes.set_xlabel("milliseconds, log scale", fontsize=9)
     axes.tick_params(labelsize=10)
     axes.spines[["top", "right"]].set_visible(False)

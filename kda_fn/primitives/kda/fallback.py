@@ -112,9 +112,8 @@ def chunked_kda(
             errors += (from_chunks(x, B, H) for x in e)
             starts.extend(before)
         of_tokens = (outputs, errors) if record else (outputs,)
-        return from_rows(torch.cat([S, *reversed(finished)]), B, H), tuple(
-            torch.cat(x, -3) for x in of_tokens
-        )
+        S = from_rows(torch.cat([S, *reversed(finished)]), B, H)
+        return S, tuple(join(x, tokens[0].shape[-3]) for x in of_tokens)
 
     if T == 0:
         return initial_state.clone(), v.clone(), *_recorded(initial_state, q, chunk_size, cu_seqlens)
@@ -170,7 +169,7 @@ def in_groups(
     if cu_seqlens is None:
         C = chunk_length(T, chunk_size)
         S, results = run(Group(C, [0], [1] * -(-T // C), []), S.unsqueeze(0), tokens)
-        return S.squeeze(0), tuple(cut(x, T, *x.shape[-2:]) for x in results)
+        return S.squeeze(0), results
     bounds = ragged.offsets(cu_seqlens)
     S = S.movedim(-4, 0)
     padded = [ragged.append_zero_row(x, -3) for x in tokens]
@@ -395,6 +394,12 @@ def to_chunks(x: Tensor, C: int, H: int, dtype: torch.dtype) -> Tensor:
 def from_chunks(x: Tensor, B: Sequence[int], H: int) -> Tensor:
     """[n R G C F] -> [*B nC HG F], the inverse."""
     return from_rows(x, B, H).transpose(-3, -2).movedim(0, -4).flatten(-4, -3)
+
+
+def join(parts: list[Tensor], T: int) -> Tensor:
+    """The first T tokens of them all."""
+    *before, last = parts
+    return torch.cat([*before, last.narrow(-3, 0, T - sum(x.shape[-3] for x in before))], -3)
 
 
 def in_rows(x: Tensor, H: int) -> Tensor:

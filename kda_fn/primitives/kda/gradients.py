@@ -27,6 +27,7 @@ from kda_fn.primitives.kda.fallback import (
     from_rows,
     in_groups,
     in_rows,
+    join,
     matmul,
     portions,
     to_chunks,
@@ -74,7 +75,8 @@ def kda_chunked_backward(
                 dS, final[len(dS) :], before, *chunks, counts=counts, scale=scale
             )
             gradients.append([from_chunks(x, B, H) for x in of_chunks])
-        return from_rows(dS, B, H), tuple(torch.cat(x[::-1], -3) for x in zip(*gradients, strict=True))
+        L = tokens[0].shape[-3]
+        return from_rows(dS, B, H), tuple(join(list(x[::-1]), L) for x in zip(*gradients, strict=True))
 
     tokens = errors, align(do), align(q), align(k), align(g), beta.unsqueeze(-1)
     dS, gradients = in_groups(run, align(dS, 2), tokens, chunk_size, cu_seqlens)
