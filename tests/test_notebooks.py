@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +108,27 @@ def test_03_many_from_one_state(run: Any) -> None:
     used = names["pool"][0].recurrent_state.flatten(1).any(1)
     assert used.nonzero().flatten().tolist() == [1, 3, 9, 10, 11]
     assert not torch.equal(names["pool"][0].recurrent_state[10], names["pool"][0].recurrent_state[11])
+
+
+def test_07_a_checkpoint_layer_by_layer(run: Any) -> None:
+    """What separates it from transformers is rounding, in every layer; a mistake shows from its own on."""
+    names = run("07")
+    assert len(names["figures"]) == 2
+    assert names["same_bits"] and names["loaded_config"] == names["config"]
+    agreement, mistake = (torch.tensor(names[name]) for name in ("agreement", "mistake"))
+    rounding = torch.tensor(list(names["rounding"].values()))
+    assert len(agreement) == names["config"].num_layers
+    assert 0 < agreement.max() < 1e-5 and bool((agreement <= rounding.sum(0)).all())
+    assert rounding.max() < 1e-5 and names["logits_error"] < 1e-5
+    at = names["at"]
+    assert at > 0 and mistake[:at].max() < 1e-5 and mistake[at:].min() > 1e-2
+    assert 1e-3 < names["bfloat16"][0] < 3e-2
+    assert torch.equal(names["ours_greedy"], names["expected"]) and len(names["expected"].unique()) > 5
+    assert names["whole"].state + 1_000_000 * names["whole"].per_token == 8_107_417_600
+
+
+def test_07_says_what_is_missing(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without transformers it stops at once, with what to install."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r'pip install "transformers==5.24.0"'):
+        run("07")
