@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 APT := mlir-19-tools clang-19
 
-.PHONY: demo test lint tools test-slow notebooks bench bench-gpu npu-schemas ascend clean
+.PHONY: demo test lint tools test-slow notebooks bench bench-gpu report npu-schemas ascend clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m kda_fn.demo $(ARGS)
@@ -37,6 +37,10 @@ bench-gpu: $(VENV)/.peers-gpu
 	$(BIN)/python benchmarks/gpu.py $(ARGS) --prewarm $(WORKERS)
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
 	$(BIN)/python benchmarks/gpu.py --plot
+
+# In the environment at hand, not in .venv: what this one does is what is asked.
+report:
+	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/device_report.py $(ARGS)
 
 # The vendor's schemas, from its wheel, beside the stand-ins of tests/contracts.
 npu-schemas: $(VENV)/.dev

@@ -49,6 +49,7 @@ from measuring import (
 from torch import Tensor
 
 from kda_fn import kda, kda_gate, l2_norm
+from kda_fn.__main__ import npus
 from kda_fn.primitives.fused_kda import fused_kda
 from kda_fn.types import Impl
 
@@ -384,6 +385,9 @@ def machine_of(device: str) -> Machine:
             _peak,
             torch.cuda.empty_cache,
         )
+    if torch.device(device).type != "cpu":
+        wait = torch.accelerator.synchronize
+        return Machine(torch.device(device), wait, _synchronized_seconds, _no_graph, lambda _: None, _nothing)
     return Machine(torch.device(device), _nothing, wall_seconds, _no_graph, lambda _: None, _nothing)
 
 
@@ -400,6 +404,18 @@ def _event_seconds(job: Job, repeats: int) -> float:
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / repeats / 1e3
+
+
+def _synchronized_seconds(job: Job, repeats: int) -> float:
+    """By the host's clock, from an idle device to an idle device."""
+
+    def all_of_it() -> None:
+        for _ in range(repeats):
+            job()
+        torch.accelerator.synchronize()
+
+    torch.accelerator.synchronize()
+    return wall_seconds(all_of_it, 1) / repeats
 
 
 def _capture(call: Call) -> tuple[Job, Pair]:
@@ -466,6 +482,8 @@ def describe(machine: Machine) -> Json:
             "memory_bytes": properties.total_memory,
             "l2_bytes": getattr(properties, "L2_cache_size", None),
         }
+    if machine.device.type == "npu":
+        environment["device"] = npus()[machine.device.index or 0]
     return environment
 
 
@@ -528,22 +546,27 @@ def gradients(call: Call, leaves: Inputs, upstream: Pair) -> tuple[Tensor, ...]:
         return torch.autograd.grad(call(), leaves, upstream)
 
 
-def leaves_of(inputs: Inputs, dtype: torch.dtype | None = None) -> Inputs:
-    """Inputs to differentiate by, in a dtype if one is given."""
-    return Inputs(*((x if dtype is None else x.to(dtype)).detach().requires_grad_() for x in inputs))
+def leaves_of(inputs: Inputs) -> Inputs:
+    """Inputs to differentiate by."""
+    return Inputs(*(x.detach().requires_grad_() for x in inputs))
+
+
+def wide(x: Tensor) -> Tensor:
+    """In float64: of the devices GPUs have it, the others leave it to the CPU."""
+    return x.to(x.device if x.device.type == "cuda" else "cpu", torch.float64)
 
 
 def exact_values(inputs: Inputs, gate: str, impl: Impl) -> Pair:
     """The definition in float64 on the same rounded inputs."""
     with torch.no_grad():
-        return definition(Inputs(*(x.double() for x in inputs)), GATES[gate], impl=impl)
+        return definition(Inputs(*map(wide, inputs)), GATES[gate], impl=impl)
 
 
 def exact_gradients(inputs: Inputs, gate: str, upstream: Pair, impl: Impl) -> tuple[Tensor, ...]:
-    leaves = leaves_of(inputs, torch.float64)
+    leaves = leaves_of(Inputs(*map(wide, inputs)))
     o, state = upstream
     call = partial(definition, leaves, GATES[gate], impl=impl)
-    return gradients(call, leaves, (o.double(), state.double()))
+    return gradients(call, leaves, (wide(o), wide(state)))
 
 
 def value_errors(pair: Pair, exact: Pair) -> Json:
@@ -989,7 +1012,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--budget-s", type=float, default=math.inf, help="start no case after so many seconds"
     )
     parser.add_argument("--quick", action="store_true", help="tiny shapes: does it run at all")
-    parser.add_argument("--device", default="cuda", help="cuda, or cpu together with --quick")
+    parser.add_argument("--device", default="cuda", help="cuda, npu, or cpu together with --quick")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="a folder")
     parser.add_argument("--prewarm", type=int, metavar="N", help="only compile, in N processes")
     parser.add_argument("--prewarm-share", type=int, help=argparse.SUPPRESS)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import median
 from typing import Any, TypeAlias, TypeVar
 
+import torch
 from torch import Tensor
 
 __all__ = [
@@ -68,7 +69,7 @@ def round_ratio(samples: Samples, name: str, baseline: str) -> float:
 
 def relative_rmse(x: Tensor, expected: Tensor) -> float:
     """Root mean square of the error over that of the expected values."""
-    error = x.double() - expected
+    error = x.to(expected.device, torch.float64) - expected
     return float(error.norm() / expected.norm())
 
 

@@ -30,6 +30,12 @@ def version(package: str) -> str | None:
         return None
 
 
+def versions() -> dict[str, str | None]:
+    """Of the library and of what decides which implementation serves."""
+    found = {"kda_fn": kda_fn.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    return {**found, **{name: version(name) for name in ("optree", "triton", "triton-ascend", "torch_npu")}}
+
+
 def npus() -> list[str]:
     """The names of Ascend NPUs. torch_npu, where it is installed, adds `torch.npu` when torch is imported."""
     npu = getattr(torch, "npu", None)
@@ -101,9 +107,7 @@ def served(primitive: Callable[..., Any], args: tuple[Any, ...], keywords: dict[
 
 def main() -> int:
     """Prints all of it."""
-    versions = {"kda_fn": kda_fn.__version__, "python": platform.python_version(), "torch": torch.__version__}
-    versions |= {name: version(name) for name in ("optree", "triton", "triton-ascend", "torch_npu")}
-    for name, number in versions.items():
+    for name, number in versions().items():
         print(f"{name:<14} {number or 'not installed'}")
     print("", *devices(), sep="\n")
 

@@ -187,7 +187,7 @@ def test_what_contenders_are_held_to_is_the_recurrence(gpu: ModuleType, gate: st
     x = gpu.make_inputs((2, 6, 2), 8, regime="random", device="cpu")
     bound = gpu.GATES[gate]
     assert_close(gpu.exact_values(x, gate, impl), oracle(x, bound), 1e-12)
-    leaves = gpu.leaves_of(x, torch.float64)
+    leaves = gpu.leaves_of(gpu.Inputs(*map(gpu.wide, x)))
     upstream = gpu.cotangents(x)
     expected = torch.autograd.grad(oracle(leaves, bound), leaves, [y.double() for y in upstream])
     assert_close(gpu.exact_gradients(x, gate, upstream, impl), expected, 1e-10)
