@@ -13,6 +13,9 @@ import matplotlib
 import matplotlib.pyplot as plt
 import pytest
 import torch
+from subjects import SUBJECTS
+
+from kda_fn.primitives._primitive import PRIMITIVES
 
 SCRIPTS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.py"))
 SWITCH = re.compile(r'(?<=# %% tags=\["parameters"\]\nSMALL = )False\b')
@@ -108,6 +111,31 @@ def test_03_many_from_one_state(run: Any) -> None:
     used = names["pool"][0].recurrent_state.flatten(1).any(1)
     assert used.nonzero().flatten().tolist() == [1, 3, 9, 10, 11]
     assert not torch.equal(names["pool"][0].recurrent_state[10], names["pool"][0].recurrent_state[11])
+
+
+def test_06_what_is_known_of_ascend(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pictures are docs/ascend.md, nothing is claimed for a device, and the report is one of here."""
+    monkeypatch.chdir(SCRIPTS[0].parent)
+    monkeypatch.setattr("kda_fn.__main__.best_device", lambda: "cpu")
+    names = run("06")
+    assert len(names["figures"]) == 3
+    for rows, launches, size in ((names["forward"], 2, 3_378), (names["backward"], 9, 11_667)):
+        kernels = [int(row[2].replace(",", "")) for row in rows[:-3]]
+        assert len(kernels) == launches and abs(sum(kernels) - size) <= len(kernels)
+        assert f"| {launches} | {size:,} |" in names["document"]
+    assert names["emulated"]["kda"] == [1.7e-7, 2.5e-3, 3.2e-4]
+    check = names["check"]
+    assert set(check) == {primitive.__name__ for primitive in PRIMITIVES}
+    assert check["kda"] == [True, True, True, False] and check["mla_prolog"] == [False, False, True, False]
+    emulated = {subject.name.split()[0] for subject in SUBJECTS if not subject.is_layer}
+    assert emulated == {name for name, row in check.items() if row[1]} - {"linear", "quantize_tokens"}
+    assert (
+        set(names["errors_here"]) == {"fallback", "reference"}
+        and 0 < max(names["errors_here"].values()) < 2e-6
+    )
+    assert sum(names["operators"].values()) > 0
+    assert len(names["laws"]) == 22 and {e["outcome"] for e in names["laws"]} <= {"passed", "skipped"}
+    assert all(part["ended"] is None for part in (names["report"]["laws"], names["report"]["benchmark"]))
 
 
 def test_07_a_checkpoint_layer_by_layer(run: Any) -> None:
