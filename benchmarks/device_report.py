@@ -331,7 +331,7 @@ def law_rows(report: Json) -> Iterator[list[str]]:
         ran = [entry for entry in group if entry["outcome"] != "skipped"]
         held = f"{sum(entry['outcome'] == PASSED for entry in ran)} of {len(ran)}" if ran else "skipped"
         worst = max((e for e in ran if "error" in e), key=lambda e: e["error"] / e["bound"], default=None)
-        yield [law, impl, held, *([f"{worst['error']:.1e}", f"{worst['bound']:.0e}"] if worst else ["", ""])]
+        yield [law, impl, held, *([f"{worst['error']:.1e}", f"{worst['bound']:.1e}"] if worst else ["", ""])]
 
 
 def broken(report: Json) -> Iterable[Json]:

@@ -80,7 +80,8 @@ def error(actual: Tensor, expected: Tensor) -> float:
         return 0.0
     scale = expected.double().square().mean().sqrt()
     assert scale > 0, "an expected value of zeros proves nothing"
-    return float((actual.double() - expected.double()).square().mean().sqrt() / scale)
+    difference = actual.to(expected.device, torch.float64) - expected.double()
+    return float(difference.square().mean().sqrt() / scale)
 
 
 MEASURED: list[tuple[float, float]] = []

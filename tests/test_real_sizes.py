@@ -56,10 +56,15 @@ def _inputs(
     return draw(*rows, HV, K, V), q.to(dtype), k.to(dtype), v.to(dtype), g, beta
 
 
+def _wide(x: Tensor) -> Tensor:
+    """In float64, on the CPU where the device may have none."""
+    return x.to(x.device if x.device.type == "cuda" else "cpu", torch.float64)
+
+
 def _assert_right(inputs: tuple[Tensor, ...], dtype: torch.dtype, **options: object) -> None:
     actual = kda_fn.kda(*inputs, impl="triton", **options)  # pyright: ignore[reportArgumentType]
     exact = {name: value for name, value in options.items() if name == "cu_seqlens"}
-    wide = (x.double() for x in inputs)
+    wide = map(_wide, inputs)
     assert_close(actual, kda_fn.kda(*wide, impl="fallback", **exact), TOLERANCE[dtype])  # pyright: ignore[reportArgumentType]
     assert_identical(kda_fn.kda(*inputs, impl="triton", **options), actual)  # pyright: ignore[reportArgumentType]
 
@@ -113,7 +118,7 @@ def test_layer_primitives(dtype: torch.dtype) -> None:
     packed = torch.randn(B, T, P, generator=generator).to(subjects.DEVICE, dtype)
     weight = torch.randn(P, 4, generator=generator).to(subjects.DEVICE)
     state = packed[:, -3:].clone()
-    wide = (x.double() for x in (state, packed, weight))
+    wide = map(_wide, (state, packed, weight))
     assert_close(
         kda_fn.causal_conv1d(state, packed, weight, impl="triton"),
         kda_fn.causal_conv1d(*wide, impl="fallback"),
@@ -122,19 +127,19 @@ def test_layer_primitives(dtype: torch.dtype) -> None:
     heads = packed[..., H * K : 2 * H * K].unflatten(-1, (H, K))
     assert_close(
         kda_fn.l2_norm(heads, impl="triton"),
-        kda_fn.l2_norm(heads.double(), impl="reference"),
+        kda_fn.l2_norm(_wide(heads), impl="reference"),
         TOLERANCE[dtype],
     )
     gate = packed[..., 2 * H * K :].unflatten(-1, (H, K))
     norm = torch.randn(K, generator=generator).to(subjects.DEVICE, dtype)
     assert_close(
         kda_fn.gated_rms_norm(heads, gate, norm, eps=1e-5, impl="triton"),
-        kda_fn.gated_rms_norm(*(x.double() for x in (heads, gate, norm)), eps=1e-5, impl="reference"),
+        kda_fn.gated_rms_norm(*map(_wide, (heads, gate, norm)), eps=1e-5, impl="reference"),
         TOLERANCE[dtype],
     )
     A_log, dt_bias = (torch.randn(n, generator=generator).to(subjects.DEVICE) for n in (H, H * K))
     assert_close(
         kda_fn.kda_gate(gate, A_log, dt_bias, impl="triton"),
-        kda_fn.kda_gate(gate.double(), A_log.double(), dt_bias.double(), impl="reference"),
+        kda_fn.kda_gate(*map(_wide, (gate, A_log, dt_bias)), impl="reference"),
         TOLERANCE[torch.float32],
     )
