@@ -184,6 +184,9 @@ def context_lengths(T: int, ranks: int) -> tuple[int, ...]:
     """How many of T tokens each rank holds, as equal as can be; the first ranks hold the odd ones.
 
     Raises ValueError for a T below 0 or fewer ranks than one.
+
+    >>> context_lengths(10, 4)
+    (3, 3, 2, 2)
     """
     _check.positive_integer("context_lengths", "ranks", ranks)
     if not isinstance(T, int) or T < 0:
@@ -441,6 +444,13 @@ def distributed_kda(
     ValueError, TypeError : as `kda`, and for a mesh or lengths that do not fit. Other ranks then wait for
         this one until their group's timeout.
     NotImplementedError : as `kda`; forward mode and functionalize.
+
+    >>> k, v = l2_norm(torch.randn(5, 1, 4)), torch.randn(5, 1, 2)
+    >>> g, beta = -torch.rand(5, 1, 4), torch.rand(5, 1)
+    >>> S = torch.randn(1, 4, 2)
+    >>> S_alone, o_alone = distributed_kda(S, k, k, v, g, beta)  # no mesh: this rank is alone
+    >>> torch.allclose(o_alone, kda(S, k, k, v, g, beta)[1], atol=1e-5)
+    True
     """
     caller = "distributed_kda"
     options: dict[str, Any] = {"scale": scale, "lower_bound": lower_bound, "chunk_size": chunk_size}
@@ -460,6 +470,9 @@ def gather_states(
 
     Any pytree of them; of a single sequence every rank has it already, and nothing is done. This message,
     alone of all, grows with the number of sequences.
+
+    >>> gather_states(torch.tensor([1.0, 2]), cu_seqlens=(0, 3, 5))  # no mesh: both sequences ended here
+    tensor([1., 2.])
     """
     group = _axis("gather_states", mesh, "context")
     if group is None or cu_seqlens is None:
@@ -559,6 +572,11 @@ def shard_heads(tree: Tree, rank: int, ranks: int, *, config: KDAConfig) -> Tree
     a low rank, the norm, and all that is no KDA layer stays whole.
 
     Raises ValueError where the ranks do not divide the heads.
+
+    >>> config = KDAConfig(hidden_size=8, num_heads=2, head_dim=4)
+    >>> params = init_kimi_delta_attention(config)
+    >>> params.qkv.shape, shard_heads(params, 0, 2, config=config).qkv.shape
+    (torch.Size([24, 8]), torch.Size([12, 8]))
     """
     _check.positive_integer("shard_heads", "ranks", ranks)
     _head_config("shard_heads", config, ranks)
@@ -568,7 +586,14 @@ def shard_heads(tree: Tree, rank: int, ranks: int, *, config: KDAConfig) -> Tree
 
 
 def join_heads(trees: Sequence[Tree], *, config: KDAConfig) -> Tree:
-    """The inverse of `shard_heads`: the whole of all ranks' trees, in their order."""
+    """The inverse of `shard_heads`: the whole of all ranks' trees, in their order.
+
+    >>> config = KDAConfig(hidden_size=8, num_heads=2, head_dim=4)
+    >>> params = init_kimi_delta_attention(config)
+    >>> whole = join_heads([shard_heads(params, rank, 2, config=config) for rank in range(2)], config=config)
+    >>> all(torch.equal(a, b) for a, b in zip(whole, params))
+    True
+    """
     _head_config("join_heads", config, len(trees))
     return _each_layer(partial(_recut, config, lambda cut, *xs: cut.join(xs)), *trees)
 
@@ -576,7 +601,14 @@ def join_heads(trees: Sequence[Tree], *, config: KDAConfig) -> Tree:
 def gather_heads(tree: Tree, *, config: KDAConfig, mesh: DeviceMesh | None = None) -> Tree:
     """`join_heads` of the trees of all ranks, on every rank: to save, to evaluate, to take a norm.
 
-    Not differentiable."""
+    Not differentiable.
+
+    >>> config = KDAConfig(hidden_size=8, num_heads=2, head_dim=4)
+    >>> params = init_kimi_delta_attention(config)
+    >>> whole = gather_heads(params, config=config)  # no mesh: this rank has all heads
+    >>> all(torch.equal(a, b) for a, b in zip(whole, params))
+    True
+    """
     group = _axis("gather_heads", mesh, "heads")
     if group is None:
         return tree
@@ -656,6 +688,12 @@ def distributed_kimi_delta_attention(
 
     Raises ValueError or TypeError for an argument that does not fit, before any work; NotImplementedError for
     a named impl that cannot serve, forward mode and functionalize.
+
+    >>> config = KDAConfig(hidden_size=8, num_heads=1, head_dim=4)
+    >>> params, x, state = init_kimi_delta_attention(config), torch.randn(5, 8), init_state(config)
+    >>> _, alone = distributed_kimi_delta_attention(params, state, x, config=config)  # no mesh
+    >>> torch.allclose(alone, kimi_delta_attention(params, state, x, config=config)[1], atol=1e-5)
+    True
     """
     caller = "distributed_kimi_delta_attention"
     _check.instance(caller, "config", config, KDAConfig)
@@ -687,6 +725,14 @@ def distributed_kimi_linear(
 
     Raises ValueError or TypeError for an argument that does not fit, before any work; NotImplementedError for
     MLA layers over an axis "context", and as `distributed_kimi_delta_attention`.
+
+    >>> layer = KDAConfig(hidden_size=8, num_heads=1, head_dim=4)
+    >>> config = KimiLinearConfig(vocab_size=11, layer_types=("kda",), intermediate_size=16, kda=layer)
+    >>> params, state = init_kimi_linear(config), init_kimi_linear_state(config)
+    >>> tokens = torch.tensor([3, 1, 4])
+    >>> _, alone = distributed_kimi_linear(params, state, tokens, config=config)  # no mesh
+    >>> torch.allclose(alone, kimi_linear(params, state, tokens, config=config)[1], atol=1e-5)
+    True
     """
     caller = "distributed_kimi_linear"
     _check.instance(caller, "config", config, KimiLinearConfig)

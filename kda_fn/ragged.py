@@ -75,12 +75,20 @@ def check_packing(caller: str, cu_seqlens: CuSeqlens, *, T: int, N: int, state_n
 
 
 def lengths_of(cu_seqlens: CuSeqlens) -> list[int]:
-    """`[L_0, .., L_{N-1}]`."""
+    """`[L_0, .., L_{N-1}]`.
+
+    >>> lengths_of((0, 2, 2, 5))
+    [2, 0, 3]
+    """
     return [stop - start for start, stop in pairwise(offsets(cu_seqlens))]
 
 
 def cu_seqlens_of(lengths: Sequence[int]) -> tuple[int, ...]:
-    """The inverse of `lengths_of`."""
+    """The inverse of `lengths_of`.
+
+    >>> cu_seqlens_of([2, 0, 3])
+    (0, 2, 2, 5)
+    """
     _check_integers("lengths", lengths)
     if any(length < 0 for length in lengths):
         raise ValueError(f"lengths must not be negative, got {list(lengths)}")
@@ -105,6 +113,11 @@ def pad(x: Tensor, cu_seqlens: CuSeqlens, *, axis: int = 0) -> Tensor:
     """Packed to padded: `[*B T ..] -> [*B N Tmax ..]`, T at `axis`, zeros after each sequence's end.
 
     Zeros are exact padding: `g = 0, beta = 0` is KDA's identity token.
+
+    >>> pad(torch.arange(5), (0, 2, 2, 5))
+    tensor([[0, 1, 0],
+            [0, 0, 0],
+            [2, 3, 4]])
     """
     axis = _check_axis("pad", x, axis, 1)
     bounds = offsets(cu_seqlens, x.shape[axis])
@@ -119,7 +132,11 @@ def pad(x: Tensor, cu_seqlens: CuSeqlens, *, axis: int = 0) -> Tensor:
 
 
 def pack(x: Tensor, cu_seqlens: CuSeqlens, *, axis: int = 0) -> Tensor:
-    """Padded to packed: `[*B N Tmax ..] -> [*B T ..]`, N at `axis`. The inverse of `pad`."""
+    """Padded to packed: `[*B N Tmax ..] -> [*B T ..]`, N at `axis`. The inverse of `pad`.
+
+    >>> pack(torch.tensor([[1, 2, 0], [3, 4, 5]]), (0, 2, 5))
+    tensor([1, 2, 3, 4, 5])
+    """
     axis = _check_axis("pack", x, axis, 2)
     lengths = lengths_of(cu_seqlens)
     N, longest = x.shape[axis : axis + 2]

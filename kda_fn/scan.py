@@ -52,6 +52,9 @@ def scan(
     TypeError : a carry that changes structure, shape or dtype; leaves that are not tensors.
 
     Source: `jax.lax.scan`.
+
+    >>> scan(lambda total, x: (total + x, total + x), torch.tensor(0), torch.tensor([1, 2, 3]))
+    (tensor(6), tensor([1, 3, 6]))
     """
     leaves, treedef = optree.tree_flatten(xs)
     steps = _length(leaves, optree.tree_paths(xs), length)

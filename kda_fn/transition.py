@@ -71,6 +71,12 @@ def kda_transition(
     Arguments are those of `kda`; queries have no part in it. It costs as `kda` with K + V value channels.
 
     Raises ValueError, TypeError and NotImplementedError as `kda` does.
+
+    >>> k, v = l2_norm(torch.randn(5, 1, 4)), torch.randn(5, 1, 2)
+    >>> g, beta = -torch.rand(5, 1, 4), torch.rand(5, 1)
+    >>> segment, S = kda_transition(k, v, g, beta), torch.randn(1, 4, 2)  # any state
+    >>> torch.allclose(apply_transition(segment, S), kda(S, k, k, v, g, beta)[0], atol=1e-5)
+    True
     """
     return transition_by(kda, k, v, g, beta, lower_bound=lower_bound, chunk_size=chunk_size, impl=impl)
 
@@ -78,7 +84,14 @@ def kda_transition(
 def transition_by(
     memory: Callable[..., tuple[Tensor, Tensor]], k: Tensor, v: Tensor, *gates: Tensor, **options: Any
 ) -> Transition:
-    """`kda_transition` by `kda`, or by a function that has its first arguments: `fused_kda`."""
+    """`kda_transition` by `kda`, or by a function that has its first arguments: `fused_kda`.
+
+    >>> k, v = l2_norm(torch.randn(5, 1, 4)), torch.randn(5, 1, 2)
+    >>> g, beta = -torch.rand(5, 1, 4), torch.rand(5, 1)
+    >>> by_kda, usual = transition_by(kda, k, v, g, beta), kda_transition(k, v, g, beta)
+    >>> torch.equal(by_kda.transform, usual.transform)
+    True
+    """
     _check.floating("kda_transition", {"k": k, "v": v})
     _check.shapes("kda_transition", {"k": (k, "*B T H K"), "v": (v, "*B T HV V")})
     # The outputs are not looked at, any queries do.
@@ -108,7 +121,12 @@ def _from_nothing(
 def with_state(
     o: Float[Tensor, "*B T HV V"], seen: Float[Tensor, "*B T HV K"], state: Float[Tensor, "*B HV K V"]
 ) -> Float[Tensor, "*B T HV V"]:
-    """Outputs from a state: o, which is from zeros, and what queries see of the state through the map."""
+    """Outputs from a state: o, which is from zeros, and what queries see of the state through the map.
+
+    >>> o, seen = torch.tensor([[[1.0]]]), torch.tensor([[[2.0, 3]]])  # T = HV = V = 1, K = 2
+    >>> with_state(o, seen, torch.tensor([[[10.0], [100]]]))  # 1 + 2·10 + 3·100
+    tensor([[[321.]]])
+    """
     shown = seen.to(state.dtype).transpose(-3, -2) @ state
     return (o + shown.transpose(-3, -2)).to(o.dtype)
 
@@ -117,6 +135,10 @@ def identity_transition(state: Float[Tensor, "*B HV K V"]) -> Transition:
     """The map of no tokens, for states like this one: A = I, B = 0.
 
     Raises TypeError for what is no floating tensor, ValueError for one of fewer than three axes.
+
+    >>> S = torch.randn(1, 4, 2)
+    >>> torch.equal(apply_transition(identity_transition(S), S), S)
+    True
     """
     _check.floating("identity_transition", {"state": state})
     _check.shapes("identity_transition", {"state": (state, "*B HV K V")})
@@ -129,6 +151,10 @@ def apply_transition(transition: Transition, state: Float[Tensor, "*S HV K V"]) 
     """The state after the segment: transform state + offset. Batch axes broadcast.
 
     Raises TypeError for what is no Transition, or for dtypes that differ.
+
+    >>> twice_and_three = Transition(2 * torch.eye(2)[None], 3 * torch.ones(1, 2, 1))
+    >>> apply_transition(twice_and_three, torch.ones(1, 2, 1)).flatten()
+    tensor([5., 5.])
     """
     _check_transition("apply_transition", "transition", transition)
     _check.floating("apply_transition", {"state": state, **_check.leaves("transition", transition)})
@@ -141,6 +167,11 @@ def compose_transitions(later: Transition, earlier: Transition) -> Transition:
     """The map of two segments one after the other: apply(compose(b, a), S) = apply(b, apply(a, S)).
 
     Raises TypeError for what is no Transition, or for dtypes that differ.
+
+    >>> one = torch.ones(1, 1, 1)
+    >>> twice, plus_three = Transition(2 * one, 0 * one), Transition(one, 3 * one)
+    >>> compose_transitions(twice, plus_three).offset.item()  # 2 (S + 3)
+    6.0
     """
     caller = "compose_transitions"
     _check_transition(caller, "later", later)
@@ -186,6 +217,13 @@ def parallel_kda(
     all others : as of `kda`. Packed sequences are parallel already: `kda` takes them.
 
     Raises ValueError, TypeError and NotImplementedError as `kda` does.
+
+    >>> k, v = l2_norm(torch.randn(9, 1, 4)), torch.randn(9, 1, 2)
+    >>> g, beta = -torch.rand(9, 1, 4), torch.rand(9, 1)
+    >>> S = torch.randn(1, 4, 2)
+    >>> S_parallel, o_parallel = parallel_kda(S, k, k, v, g, beta, segments=3)
+    >>> torch.allclose(o_parallel, kda(S, k, k, v, g, beta)[1], atol=1e-5)
+    True
     """
     _check.positive_integer("parallel_kda", "segments", segments)
     options: dict[str, Any] = {"lower_bound": lower_bound, "chunk_size": chunk_size}
@@ -250,6 +288,12 @@ def layer_transition(
     """What T tokens do to a layer's state, whatever the state.
 
     Raises ValueError or TypeError for an argument that does not fit, before any work.
+
+    >>> config = KDAConfig(hidden_size=8, num_heads=1, head_dim=4)
+    >>> params, x = init_kimi_delta_attention(config), torch.randn(20, 8)
+    >>> segment = layer_transition(params, x, config=config)
+    >>> segment.head.shape, segment.memory.transform.shape  # W-1 tokens, and a matrix a head for the rest
+    (torch.Size([3, 8]), torch.Size([1, 4, 4]))
     """
     caller = "layer_transition"
     _check.instance(caller, "config", config, KDAConfig)
@@ -288,6 +332,14 @@ def apply_layer_transition(
     """The layer's state after the segment: that of `kimi_delta_attention`, in the time of W-1 tokens.
 
     Raises ValueError or TypeError for an argument that does not fit, before any work.
+
+    >>> config = KDAConfig(hidden_size=8, num_heads=1, head_dim=4)
+    >>> params, x, state = init_kimi_delta_attention(config), torch.randn(20, 8), init_state(config)
+    >>> segment = layer_transition(params, x, config=config)
+    >>> skipped = apply_layer_transition(params, segment, state, config=config)
+    >>> walked, _ = kimi_delta_attention(params, state, x, config=config)
+    >>> torch.allclose(skipped.recurrent_state, walked.recurrent_state, atol=1e-5)
+    True
     """
     _check.instance("apply_layer_transition", "transition", transition, LayerTransition)
     after, _ = kimi_delta_attention(params, state, transition.head, config=config, impl=impl)

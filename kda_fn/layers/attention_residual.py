@@ -46,6 +46,10 @@ def attention_residual(
     x : [*B D], the current sum.
 
     Raises ValueError or TypeError for an argument that does not fit, before any work.
+
+    >>> params = init_attention_residual(2)
+    >>> attention_residual(params, (torch.tensor([1.0, 3]),), torch.tensor([3.0, 5]))  # untrained: the mean
+    tensor([2., 4.])
     """
     caller = "attention_residual"
     _check.instance(caller, "params", params, AttentionResidualParams)
@@ -80,7 +84,11 @@ def check_attention_residual(
 def init_attention_residual(
     hidden_size: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
 ) -> AttentionResidualParams:
-    """γ of ones and w of zeros: every sum counts alike."""
+    """γ of ones and w of zeros: every sum counts alike.
+
+    >>> init_attention_residual(2)
+    AttentionResidualParams(norm=tensor([1., 1.]), query=tensor([0., 0.]))
+    """
     _check.positive_integer("init_attention_residual", "hidden_size", hidden_size)
     _check.float_dtype("init_attention_residual", dtype)
     ones = torch.ones(hidden_size, dtype=dtype, device=device)

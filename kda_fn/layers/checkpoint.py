@@ -71,6 +71,10 @@ def read_config(source: str | Path | Mapping[str, Any] | object) -> KimiLinearCo
 
     Raises ValueError for what is missing or contradicts itself, NotImplementedError for a choice that this
     model does not have.
+
+    >>> read_config({"model_type": "kimi_linear"})
+    Traceback (most recent call last):
+    ValueError: read_config: the config has no num_hidden_layers
     """
     if isinstance(source, str | Path):
         path = Path(source)
@@ -315,6 +319,10 @@ def load_kimi_linear(
 
     Raises FileNotFoundError where there is no checkpoint; ValueError, before any tensor is read, that lists
     every missing, unexpected or misshapen tensor and every projection of mixed types.
+
+    >>> load_kimi_linear("no-such-folder")
+    Traceback (most recent call last):
+    FileNotFoundError: [Errno 2] No such file or directory: 'no-such-folder'
     """
     config = read_config(path)
     with ExitStack() as stack:
@@ -634,6 +642,15 @@ def save_kimi_linear(
     with an index (one file where it fits), and `quant_model_description.json` where there are int8 weights.
 
     Loading it gives the same bits. An earlier checkpoint there is replaced when all is written.
+
+    >>> layer = KDAConfig(hidden_size=8, num_heads=1, head_dim=4)
+    >>> config = KimiLinearConfig(vocab_size=11, layer_types=("kda",), intermediate_size=16, kda=layer)
+    >>> params = init_kimi_linear(config)
+    >>> with TemporaryDirectory() as folder:
+    ...     save_kimi_linear(folder, params, config=config)
+    ...     _, loaded = load_kimi_linear(folder)
+    >>> torch.equal(loaded.embedding, params.embedding)
+    True
     """
     from safetensors.torch import save_file
 
@@ -792,7 +809,14 @@ class Sizes(NamedTuple):
 
 
 def sizes(config: KimiLinearConfig, dtype: torch.dtype = torch.bfloat16) -> tuple[list[Sizes], Sizes]:
-    """The sizes of each block and of the whole model, from tensors without storage."""
+    """The sizes of each block and of the whole model, from tensors without storage.
+
+    >>> layer = KDAConfig(hidden_size=8, num_heads=1, head_dim=4)
+    >>> config = KimiLinearConfig(vocab_size=11, layer_types=("kda", "kda"), intermediate_size=16, kda=layer)
+    >>> blocks, whole = sizes(config)
+    >>> len(blocks), whole.per_token  # KDA's state does not grow
+    (2, 0)
+    """
     params = init_kimi_linear(config, dtype=dtype, device="meta")
     where: dict[str, Any] = {"dtype": dtype, "device": "meta"}
     empty, one = (init_kimi_linear_state(config, capacity=room, **where) for room in (None, 1))
@@ -824,7 +848,16 @@ def _floating_bytes(x: Tensor) -> int:
 
 
 def describe(config: KimiLinearConfig, dtype: torch.dtype = torch.bfloat16) -> str:
-    """The model's layers, parameters and state sizes as a table; equal layers in one row."""
+    """The model's layers, parameters and state sizes as a table; equal layers in one row.
+
+    >>> layer = KDAConfig(hidden_size=8, num_heads=1, head_dim=4)
+    >>> config = KimiLinearConfig(vocab_size=11, layer_types=("kda", "kda"), intermediate_size=16, kda=layer)
+    >>> print(describe(config))
+    | layers, from 0 | attention | MLP | parameters | active | state, bytes | bytes a token (bfloat16) |
+    | --- | --- | --- | ---: | ---: | ---: | ---: |
+    | 0-1 | KDA | dense | 689 | 689 | 136 | 0 |
+    | all, with embedding and head | | | 1,562 | 1,474 | 272 | 0 |
+    """
     blocks, whole = sizes(config, dtype)
     rows: list[tuple[list[int], tuple[str, str, Sizes]]] = []
     for i, row in enumerate(zip(config.layer_types, config.mlps, blocks, strict=True)):

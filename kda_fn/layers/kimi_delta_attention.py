@@ -71,6 +71,14 @@ def kimi_delta_attention(
 
     Raises ValueError or TypeError for an argument that does not fit, before any work; NotImplementedError for
     a named impl that cannot serve.
+
+    >>> config = KDAConfig(hidden_size=8, num_heads=1, head_dim=4)
+    >>> params, x = init_kimi_delta_attention(config), torch.randn(5, 8)
+    >>> state, _ = kimi_delta_attention(params, init_state(config), x[:4], config=config)  # prefill
+    >>> state, y = kimi_delta_attention(params, state, x[4:], config=config)  # decode
+    >>> _, whole = kimi_delta_attention(params, init_state(config), x, config=config)
+    >>> torch.allclose(y[0], whole[4], atol=1e-5)
+    True
     """
     cu_seqlens = check_layer("kimi_delta_attention", params, state, x, config, cu_seqlens, impl)
     return apply_kda_layer(params, state, x, config, cu_seqlens, impl)
@@ -170,6 +178,10 @@ def init_kimi_delta_attention(
     Weights are N(0, 1/inputs), the convolution U(-1, 1)/sqrt(W). A_log is log U(1, 16), or 0 with the bounded
     gate; dt_bias the inverse softplus of a log-uniform draw from [1e-3, 0.1], at least 1e-4. The convolution,
     A_log and dt_bias stay float32 (float64 where dtype is).
+
+    >>> params = init_kimi_delta_attention(KDAConfig(hidden_size=8, num_heads=1, head_dim=4))
+    >>> params.qkv.shape, params.conv.shape  # q, k and v are merged
+    (torch.Size([12, 8]), torch.Size([12, 4]))
     """
     _check.float_dtype("init_kimi_delta_attention", dtype)
     D, HV, K, V, W, P = (getattr(config, letter) for letter in "D HV K V W P".split())
@@ -206,7 +218,12 @@ def init_state(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> KDAState:
-    """The state before the first token: zeros. `dtype` is the layer's; the memory is float32 at least."""
+    """The state before the first token: zeros. `dtype` is the layer's; the memory is float32 at least.
+
+    >>> state = init_state(KDAConfig(hidden_size=8, num_heads=1, head_dim=4), (3,), dtype=torch.bfloat16)
+    >>> state.conv_state.shape, state.recurrent_state.shape, state.recurrent_state.dtype
+    (torch.Size([3, 3, 12]), torch.Size([3, 1, 4, 4]), torch.float32)
+    """
     _check.float_dtype("init_state", dtype)
     wide = torch.promote_types(dtype, torch.float32)
     return KDAState(

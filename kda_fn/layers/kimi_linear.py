@@ -185,6 +185,13 @@ def kimi_linear(
     impl : for every primitive; None picks the best for each.
 
     Raises ValueError or TypeError for an argument that does not fit, before any work.
+
+    >>> layer = KDAConfig(hidden_size=8, num_heads=1, head_dim=4)
+    >>> config = KimiLinearConfig(vocab_size=11, layer_types=("kda", "kda"), intermediate_size=16, kda=layer)
+    >>> params, state = init_kimi_linear(config), init_kimi_linear_state(config)
+    >>> state, logits = kimi_linear(params, state, torch.tensor([3, 1, 4, 1, 5]), config=config)
+    >>> logits.shape, [type(s).__name__ for s in state]
+    (torch.Size([5, 11]), ['KDAState', 'KDAState'])
     """
     cu_seqlens = check_kimi_linear("kimi_linear", params, state, tokens, config, cu_seqlens, impl)
     return apply_kimi_linear(params, state, tokens, config, cu_seqlens, impl)
@@ -295,7 +302,14 @@ def init_kimi_linear(
     device: torch.device | str | None = None,
 ) -> KimiLinearParams:
     """Parameters for training from scratch: the projections back into the stream start at a scale of
-    1/sqrt(2 num_layers), so that the stream's variance does not grow with depth."""
+    1/sqrt(2 num_layers), so that the stream's variance does not grow with depth.
+
+    >>> layer = KDAConfig(hidden_size=8, num_heads=1, head_dim=4)
+    >>> config = KimiLinearConfig(vocab_size=11, layer_types=("kda", "kda"), intermediate_size=16, kda=layer)
+    >>> params = init_kimi_linear(config, generator=torch.Generator().manual_seed(0))
+    >>> params.embedding.shape, len(params.blocks)
+    (torch.Size([11, 8]), 2)
+    """
     _check.float_dtype("init_kimi_linear", dtype)
     where: dict[str, Any] = {"generator": generator, "dtype": dtype, "device": device}
     D, depth_scale = config.kda.D, (2 * config.num_layers) ** -0.5
@@ -347,7 +361,13 @@ def init_kimi_linear_state(
     device: torch.device | str | None = None,
 ) -> KimiLinearState:
     """The state before the first token, for each block. With a capacity the MLA caches are preallocated for
-    that many tokens: the state then keeps its shapes."""
+    that many tokens: the state then keeps its shapes.
+
+    >>> layer = KDAConfig(hidden_size=8, num_heads=1, head_dim=4)
+    >>> config = KimiLinearConfig(vocab_size=11, layer_types=("kda", "kda"), intermediate_size=16, kda=layer)
+    >>> [tuple(s.recurrent_state.shape) for s in init_kimi_linear_state(config, (3,))]  # three sequences
+    [(3, 1, 4, 4), (3, 1, 4, 4)]
+    """
 
     def empty(kind: str) -> KDAState | MLAState:
         if kind == "kda":

@@ -130,6 +130,13 @@ def mla(
     own `sdpa_kernel(SDPBackend.MATH)` around the call.
 
     Raises ValueError or TypeError for an argument that does not fit, before any work.
+
+    >>> config = MLAConfig(hidden_size=8, num_heads=2, head_dim=4, shared_dim=2, head_v_dim=4, latent_dim=6)
+    >>> params, x = init_mla(config), torch.randn(5, 8)
+    >>> state, _ = mla(params, init_mla_state(config), x[:4], config=config)  # prefill
+    >>> state, y = mla(params, state, x[4:], config=config)  # decode
+    >>> torch.allclose(y[0], mla(params, init_mla_state(config), x, config=config)[1][4], atol=1e-5)
+    True
     """
     cu_seqlens = _check_mla(params, state, x, config, cu_seqlens)
     check_impl("mla", impl)
@@ -366,7 +373,12 @@ def init_mla(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> MLAParams:
-    """Normal weights with the standard deviation of 1/sqrt(inputs), norms of ones."""
+    """Normal weights with the standard deviation of 1/sqrt(inputs), norms of ones.
+
+    >>> config = MLAConfig(hidden_size=8, num_heads=2, head_dim=4, shared_dim=2, head_v_dim=4, latent_dim=6)
+    >>> init_mla(config).out.shape
+    torch.Size([8, 8])
+    """
     _check.float_dtype("init_mla", dtype)
     where: dict[str, Any] = {"generator": generator, "dtype": dtype, "device": device}
     D, H, K, E, V, L, R = config.sizes
@@ -396,7 +408,12 @@ def init_mla_state(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> MLAState:
-    """The cache before the first token: one that grows, or with a capacity one preallocated for that many."""
+    """The cache before the first token: one that grows, or with a capacity one preallocated for that many.
+
+    >>> config = MLAConfig(hidden_size=8, num_heads=2, head_dim=4, shared_dim=2, head_v_dim=4, latent_dim=6)
+    >>> init_mla_state(config).latent.shape, init_mla_state(config, capacity=32).latent.shape
+    (torch.Size([0, 6]), torch.Size([32, 6]))
+    """
     _check.float_dtype("init_mla_state", dtype)
     if capacity is not None:
         _check.positive_integer("init_mla_state", "capacity", capacity)

@@ -39,6 +39,10 @@ def swiglu(
     """y = down (silu(gate x) · up x), on the last axis; with situ = (a, b) the bounded SiTU-GLU instead.
 
     Raises ValueError or TypeError for an argument that does not fit, before any work.
+
+    >>> one = torch.ones(1, 1)
+    >>> swiglu(SwiGLUParams(gate=one, up=2 * one, down=3 * one), one)  # 3 (silu(1) 2)
+    tensor([[4.3864]])
     """
     _check.instance("swiglu", "params", params, SwiGLUParams)
     _check.floating("swiglu", {"x": x, **_check.leaves("params", params)})
@@ -99,7 +103,11 @@ def init_swiglu(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> SwiGLUParams:
-    """Normal weights with the standard deviation of 1/sqrt(inputs)."""
+    """Normal weights with the standard deviation of 1/sqrt(inputs).
+
+    >>> [tuple(weight.shape) for weight in init_swiglu(8, 16)]  # gate, up, down
+    [(16, 8), (16, 8), (8, 16)]
+    """
     _check.float_dtype("init_swiglu", dtype)
     return SwiGLUParams(
         *(

@@ -133,6 +133,12 @@ def moe(
     A token costs its own experts alone: tokens are sorted by expert and each expert is one product.
 
     Raises ValueError or TypeError for an argument that does not fit, before any work.
+
+    >>> config = MoEConfig(hidden_size=8, num_experts=4, experts_per_token=2, intermediate_size=16)
+    >>> params, x = init_moe(config), torch.randn(5, 8)
+    >>> y = moe(params, x, config=config)
+    >>> torch.allclose(y[3], moe(params, x[3], config=config), atol=1e-5)  # a token has its own experts
+    True
     """
     _check.instance("moe", "config", config, MoEConfig)
     _check.instance("moe", "params", params, MoEParams)
@@ -167,7 +173,13 @@ def apply_moe(
 def route(
     params: MoEParams, x: Float[Tensor, "*B D"], *, config: MoEConfig
 ) -> tuple[Tensor, Float[Tensor, "*B k"]]:
-    """The experts of each token, [*B k] int64, and their weights, float32 at least."""
+    """The experts of each token, [*B k] int64, and their weights, float32 at least.
+
+    >>> config = MoEConfig(hidden_size=8, num_experts=4, experts_per_token=2, intermediate_size=16)
+    >>> experts, weights = route(init_moe(config), torch.randn(5, 8), config=config)
+    >>> experts.shape, torch.allclose(weights.sum(-1), torch.ones(5))
+    (torch.Size([5, 2]), True)
+    """
     wide = torch.promote_types(x.dtype, params.router.dtype)
     scores = F.linear(x.to(wide), params.router.to(wide)).sigmoid()
     choice = scores.detach() + params.bias.detach()
@@ -358,7 +370,12 @@ def init_moe(
     device: torch.device | str | None = None,
 ) -> MoEParams:
     """Normal weights with the standard deviation of 1/sqrt(inputs), a bias of zeros; router and bias in
-    float32 at least."""
+    float32 at least.
+
+    >>> config = MoEConfig(hidden_size=8, num_experts=4, experts_per_token=2, intermediate_size=16)
+    >>> init_moe(config).gate_up.shape  # of each expert, gate above up
+    torch.Size([4, 32, 8])
+    """
     _check.float_dtype("init_moe", dtype)
     where: dict[str, Any] = {"generator": generator, "dtype": dtype, "device": device}
     wide = {**where, "dtype": torch.promote_types(dtype, torch.float32)}

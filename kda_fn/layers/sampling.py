@@ -35,6 +35,12 @@ def sample(
     top_p : of the tokens, the most likely whose probabilities sum to top_p, the one that passes it included.
 
     Raises ValueError or TypeError for an argument that does not fit, before any work.
+
+    >>> logits = torch.tensor([0.0, 2, 1])
+    >>> sample(logits), sample(logits, torch.tensor(0.99), top_p=0.5)  # one has 0.67 of it
+    (tensor(1), tensor(1))
+    >>> sample(logits, torch.tensor(0.99))
+    tensor(0)
     """
     _check.floating("sample", {"logits": logits, **({} if uniform is None else {"uniform": uniform})})
     if logits.ndim < 1 or not logits.shape[-1]:
@@ -72,6 +78,14 @@ def decode_step(
 
     With params applied it is a body for `kda_fn.scan` over uniforms [steps *B]; for that the caches must be
     preallocated (`init_kimi_linear_state(.., capacity=..)`).
+
+    >>> layer = KDAConfig(hidden_size=8, num_heads=1, head_dim=4)
+    >>> config = KimiLinearConfig(vocab_size=11, layer_types=("kda",), intermediate_size=16, kda=layer)
+    >>> params, start = init_kimi_linear(config), (init_kimi_linear_state(config), torch.tensor(3))
+    >>> step = lambda carry, u: decode_step(params, carry, u, config=config)
+    >>> (state, token), tokens = scan(step, start, torch.rand(20))  # generation
+    >>> tokens.shape, token.equal(tokens[-1])
+    (torch.Size([20]), True)
     """
     state, token = carry
     state, logits = kimi_linear(params, state, token.unsqueeze(-1), config=config, impl=impl)

@@ -111,6 +111,10 @@ def explain(primitive: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[Im
 
     `explain(kda, state, q, k, v, g, beta)` takes the arguments of the call it explains, and raises what
     that call would raise for wrong ones.
+
+    >>> S, k, v, beta = torch.zeros(1, 4, 2), torch.ones(3, 1, 4), torch.ones(3, 1, 2), torch.ones(3, 1)
+    >>> explain(kda, S, k, k, v, -k, beta)["reference"] is None  # nothing speaks against it
+    True
     """
     if primitive not in PRIMITIVES:
         names = sorted(function.__name__ for function in PRIMITIVES)

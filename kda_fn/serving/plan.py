@@ -95,6 +95,10 @@ def plan_batch(
     device : of the plan; that of `slots` where it is a tensor.
 
     Raises ValueError or TypeError for an argument that does not fit.
+
+    >>> plan = plan_batch([5, 1], has_state=[False, True], slots=[0, 7], capacity=16)
+    >>> plan.cu_seqlens, plan.store, plan.token_store  # a prefill into slot 0, a decode in slot 7
+    ((0, 5), tensor([0]), tensor([7]))
     """
     caller = "plan_batch"
     R = len(lengths)
@@ -173,7 +177,12 @@ def plan_batch(
 
 
 def idle_plan(plan: BatchPlan) -> BatchPlan:
-    """A plan of that shape with no live row: a replay of it gives zeros, and writes to no slot."""
+    """A plan of that shape with no live row: a replay of it gives zeros, and writes to no slot.
+
+    >>> plan = idle_plan(plan_batch([1, 1], has_state=[True, True], slots=[0, 7], capacity=16))
+    >>> plan.live, plan.token_store
+    (tensor([False, False]), tensor([-1, -1]))
+    """
     slots = {name: torch.full_like(getattr(plan, name), -1) for name in _SLOTS}
     return plan._replace(live=torch.zeros_like(plan.live), **slots)
 
@@ -186,7 +195,11 @@ def why_idle(
     written: Sequence[int] | None = None,
 ) -> list[str | None]:
     """Of each request, why a plan of these numbers gives it nothing to do, or None. Of numbers on the host: a
-    plan itself never reads those of a device."""
+    plan itself never reads those of a device.
+
+    >>> why_idle([3, -1], capacity=16)
+    [None, "slot -1 is none of the pool's 16"]
+    """
     reasons: list[str | None] = []
     for r, row in enumerate(slots):
         slot = row[0] if isinstance(row, Sequence) else row
@@ -202,6 +215,10 @@ def update_plan_(plan: BatchPlan, other: BatchPlan) -> BatchPlan:
     """Writes another plan's numbers into the tensors of this one, which a captured graph reads; returns it.
 
     Raises ValueError where the two are not of one shape: nothing is written then.
+
+    >>> plan, other = (plan_batch([1], has_state=[True], slots=[slot], capacity=16) for slot in (0, 7))
+    >>> update_plan_(plan, other).token_store, plan.token_store
+    (tensor([7]), tensor([7]))
     """
     pairs: list[tuple[Any, Any]] = list(zip(plan, other, strict=True))
     for name, (mine, theirs) in zip(plan._fields, pairs, strict=True):
@@ -215,13 +232,21 @@ def update_plan_(plan: BatchPlan, other: BatchPlan) -> BatchPlan:
 
 
 def chunk_offsets(cu_seqlens: Sequence[int], chunk_size: int = 64) -> tuple[int, ...]:
-    """[N+1], how many chunks come before each sequence: ceil(length / chunk_size) are its own."""
+    """[N+1], how many chunks come before each sequence: ceil(length / chunk_size) are its own.
+
+    >>> chunk_offsets((0, 100, 130))
+    (0, 2, 3)
+    """
     counts = (-(-(b - a) // chunk_size) for a, b in pairwise(cu_seqlens))
     return (0, *accumulate(counts))
 
 
 def chunk_indices(cu_seqlens: Sequence[int], chunk_size: int = 64) -> tuple[tuple[int, int], ...]:
-    """Of each chunk its sequence's rank and its number in it. Of a plan, ranks are of rows with tokens."""
+    """Of each chunk its sequence's rank and its number in it. Of a plan, ranks are of rows with tokens.
+
+    >>> chunk_indices((0, 100, 130))
+    ((0, 0), (0, 1), (1, 0))
+    """
     offsets = chunk_offsets(cu_seqlens, chunk_size)
     return tuple((n, i) for n, (a, b) in enumerate(pairwise(offsets)) for i in range(b - a))
 

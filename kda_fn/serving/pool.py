@@ -30,6 +30,9 @@ def gather(pool: Tree, slots: Slots) -> Tree:
     """The states in the given slots, new tensors: leaves [*R ..] for slots [*R]; zeros where there is none.
 
     Raises TypeError for slots that are not integers, ValueError for a pool without a slot axis.
+
+    >>> gather(torch.tensor([10, 20, 30]), [2, -1])  # -1 is no slot
+    tensor([30,  0])
     """
     size, device = _size("gather", pool)
     index = as_slots("gather", slots, device)
@@ -48,6 +51,9 @@ def scatter(pool: Tree, slots: Slots, states: Tree) -> Tree:
 
     Raises TypeError for slots that are not integers or states of another structure; ValueError for shapes
     that do not fit, or for two rows with one slot, which it names, where slots can be read without a device.
+
+    >>> scatter(torch.tensor([10, 20, 30]), [2, 0], torch.tensor([1, 2]))
+    tensor([ 2, 20,  1])
     """
     return optree.tree_map(
         lambda leaf, rows, index: leaf.index_copy(0, index, rows), *_placed("scatter", pool, slots, states)
@@ -58,6 +64,10 @@ def scatter_(pool: Tree, slots: Slots, states: Tree) -> Tree:
     """`scatter` into the pool that is given, for a serving loop; returns it.
 
     Raises as `scatter` does, and RuntimeError under a transform or where a derivative is recorded.
+
+    >>> pool = torch.tensor([10, 20, 30])
+    >>> scatter_(pool, [2, 0], torch.tensor([1, 2])) is pool, pool
+    (True, tensor([ 2, 20,  1]))
     """
     tensors = [*optree.tree_leaves(pool), *optree.tree_leaves(states)]
     recorded = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
@@ -70,7 +80,11 @@ def scatter_(pool: Tree, slots: Slots, states: Tree) -> Tree:
 
 
 def fork(pool: Tree, source: int, targets: Slots) -> Tree:
-    """A pool in which the targets hold what the source holds: beams, best-of-N, a shared prefix."""
+    """A pool in which the targets hold what the source holds: beams, best-of-N, a shared prefix.
+
+    >>> fork(torch.tensor([10, 20, 30]), 0, [1, 2])
+    tensor([10, 10, 10])
+    """
     size, device = _size("fork", pool)
     if not 0 <= source < size:
         raise ValueError(f"fork: source must be a slot of the pool, 0 to {size - 1}, got {source}")
@@ -79,7 +93,11 @@ def fork(pool: Tree, source: int, targets: Slots) -> Tree:
 
 
 def free(pool: Tree, slots: Slots) -> Tree:
-    """A pool with zeros in the given slots: nothing of a request is left behind."""
+    """A pool with zeros in the given slots: nothing of a request is left behind.
+
+    >>> free(torch.tensor([10, 20, 30]), [1])
+    tensor([10,  0, 30])
+    """
     _, device = _size("free", pool)
     nothing = torch.full_like(as_slots("free", slots, device), -1)
     return scatter(pool, slots, gather(pool, nothing))

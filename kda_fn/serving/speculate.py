@@ -48,6 +48,13 @@ def verify(
 
     Raises ValueError or TypeError for an argument that does not fit, before any work; NotImplementedError for
     a tree where there is attention.
+
+    >>> config = KDAConfig(hidden_size=8, num_heads=1, head_dim=4)
+    >>> params, x, state = init_kimi_delta_attention(config), torch.randn(3, 8), init_state(config)
+    >>> states, y = verify(params, state, x, config=config, parents=(-1, 0, 0))  # two drafts after token 0
+    >>> _, y_alone = kimi_delta_attention(params, state, x[[0, 2]], config=config)
+    >>> torch.allclose(y[2], y_alone[1], atol=1e-5)
+    True
     """
     if isinstance(x, Tensor) and x.ndim and not len(x):
         raise ValueError(f"verify: x has shape {tuple(x.shape)}, expected T >= 1 tokens")
@@ -78,6 +85,11 @@ def accept(before: Any, states: Any, count: Tensor | int) -> Any:
     before : leaves [..]. states : leaves [T ..], of `verify`. count : a number, or a tensor of one.
 
     Any trees of tensors will do. Raises ValueError for trees that differ.
+
+    >>> accept(torch.tensor(0), torch.tensor([10, 20, 30]), 2)  # after the second of three tokens
+    tensor(20)
+    >>> accept(torch.tensor(0), torch.tensor([10, 20, 30]), 0)
+    tensor(0)
     """
     if optree.tree_structure(before) != optree.tree_structure(states):
         raise ValueError("accept: before and states must be trees of one structure")
@@ -97,5 +109,8 @@ def accepted_lengths(lengths: Tensor, written: Tensor, accepted: Tensor) -> Tens
         lengths - (written - accepted)        all [R], integers, on any device
 
     A new tensor: it is applied once, however many layers or replays share the old one.
+
+    >>> accepted_lengths(torch.tensor([10, 7]), torch.tensor([3, 1]), torch.tensor([2, 1]))
+    tensor([9, 7])
     """
     return lengths - (written - accepted)

@@ -60,6 +60,14 @@ def step_batch(
 
     Raises ValueError or TypeError for an argument that does not fit, before any work; NotImplementedError for
     a tree of drafts where there is attention.
+
+    >>> config = KDAConfig(hidden_size=8, num_heads=1, head_dim=4)
+    >>> params, pool, x = init_kimi_delta_attention(config), init_state(config, (16,)), torch.randn(6, 8)
+    >>> plan = plan_batch([5, 1], has_state=[False, True], slots=[0, 7], capacity=16)
+    >>> pool, y = step_batch(params, pool, x, plan, config=config)
+    >>> _, alone = kimi_delta_attention(params, init_state(config), x[:5], config=config)
+    >>> torch.allclose(y[:5], alone, atol=1e-5)
+    True
     """
     return _step("step_batch", scatter, params, pool, x, plan, config, impl)
 
@@ -76,6 +84,14 @@ def step_batch_(
     """`step_batch` that writes into the pool it is given, for a serving loop: into the plan's slots alone.
 
     Raises as `step_batch` does, and RuntimeError under a transform or where a derivative is recorded.
+
+    >>> config = KDAConfig(hidden_size=8, num_heads=1, head_dim=4)
+    >>> params, pool, x = init_kimi_delta_attention(config), init_state(config, (16,)), torch.randn(6, 8)
+    >>> plan = plan_batch([5, 1], has_state=[False, True], slots=[0, 7], capacity=16)
+    >>> step_batch_(params, pool, x, plan, config=config)[0] is pool
+    True
+    >>> pool.recurrent_state.flatten(1).any(-1).nonzero().flatten()  # the slots that were written
+    tensor([0, 7])
     """
     return _step("step_batch_", scatter_, params, pool, x, plan, config, impl)
 

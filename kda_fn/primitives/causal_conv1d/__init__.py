@@ -106,5 +106,10 @@ def causal_conv1d(
 
     Raises ValueError or TypeError for an argument that does not fit, before any work; NotImplementedError for
     a named impl that cannot serve.
+
+    >>> window, x, weight = torch.zeros(2, 1), torch.tensor([[1.0], [2], [3]]), torch.tensor([[100.0, 10, 1]])
+    >>> window, y = causal_conv1d(window, x, weight, activation=None)
+    >>> y[:, 0], window[:, 0]
+    (tensor([  1.,  12., 123.]), tensor([2., 3.]))
     """
     return _CAUSAL_CONV1D(impl, conv_state, x, weight, bias, activation=activation, cu_seqlens=cu_seqlens)

@@ -121,6 +121,9 @@ def gated_rms_norm(
 
     Raises ValueError or TypeError for an argument that does not fit, NotImplementedError for a named impl
     that cannot serve.
+
+    >>> gated_rms_norm(torch.tensor([3.0, -3]), torch.zeros(2), None, eps=1e-5)  # sigmoid(0) = 1/2
+    tensor([ 0.5000, -0.5000])
     """
     return _NORM(impl, x, gate, weight, eps=eps, activation=activation)
 
@@ -145,5 +148,9 @@ def residual_gated_rms_norm(
     -------
     residual', y : the sum in residual's dtype, and [*B F] in x's dtype. y is normed from the sum before it is
         rounded. Parameters and errors are those of `gated_rms_norm`.
+
+    >>> stream, x = torch.tensor([1.0, -1]), torch.tensor([2.0, -2])
+    >>> residual_gated_rms_norm(stream, x, torch.zeros(2), None, eps=1e-5)
+    (tensor([ 3., -3.]), tensor([ 0.5000, -0.5000]))
     """
     return _RESIDUAL_NORM(impl, residual, x, gate, weight, eps=eps, activation=activation)

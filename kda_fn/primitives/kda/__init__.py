@@ -197,6 +197,15 @@ def kda(
     NotImplementedError : a named impl that cannot serve the call.
 
     Source: Kimi Linear, arXiv:2510.26692.
+
+    >>> S, k = torch.zeros(1, 4, 2), torch.eye(4)[:3, None]  # orthogonal keys
+    >>> v, g, beta = torch.tensor([[[1.0, 2]], [[3, 4]], [[5, 6]]]), torch.zeros(3, 1, 4), torch.ones(3, 1)
+    >>> S, o = kda(S, k, k, v, g, beta, scale=1.0)
+    >>> torch.equal(o, v) and torch.equal(S[0, :3], v[:, 0])  # each key recalls its value
+    True
+    >>> kda(S, k, k, v, g[..., :3], beta)
+    Traceback (most recent call last):
+    ValueError: kda: g has shape (3, 1, 3), expected [*B T HV K] with *B=() T=3 HV=1 K=4
     """
     return _KDA(
         impl,
@@ -237,5 +246,10 @@ def kda_step(
     state, o_t : S', a new tensor, and [*B HV V] in v_t's dtype.
 
     Source: Kimi Linear, arXiv:2510.26692.
+
+    >>> S, k, v = torch.zeros(1, 2, 2), torch.tensor([[1.0, 0]]), torch.tensor([[3.0, 4]])
+    >>> S, o = kda_step(S, k, k, v, torch.zeros(1, 2), torch.ones(1), scale=1.0)
+    >>> o  # the key recalls its value
+    tensor([[3., 4.]])
     """
     return _KDA_STEP(impl, state, q_t, k_t, v_t, g_t, beta_t, scale=scale)

@@ -89,5 +89,11 @@ def kda_gate(
     Raises ValueError or TypeError for an argument that does not fit, NotImplementedError for a named impl
     that cannot serve.
     Source: Kimi Linear, arXiv:2510.26692 (softplus).
+
+    >>> logits, A_log, dt_bias = torch.zeros(1, 2), torch.zeros(1), torch.zeros(2)
+    >>> kda_gate(logits, A_log, dt_bias)  # -log 2
+    tensor([[-0.6931, -0.6931]])
+    >>> kda_gate(logits, A_log, dt_bias, lower_bound=-5.0)
+    tensor([[-2.5000, -2.5000]])
     """
     return _KDA_GATE(impl, raw, A_log, dt_bias, lower_bound=lower_bound)

@@ -50,5 +50,8 @@ def l2_norm(
 
     Raises ValueError or TypeError for an argument that does not fit, NotImplementedError for a named impl
     that cannot serve.
+
+    >>> l2_norm(torch.tensor([3.0, 4]))
+    tensor([0.6000, 0.8000])
     """
     return _L2_NORM(impl, x, eps=eps)

@@ -75,6 +75,9 @@ def quantize_tokens(
 
     Raises ValueError or TypeError for an argument that does not fit, NotImplementedError for a named impl
     that cannot serve.
+
+    >>> quantize_tokens(torch.tensor([254.0, -100]))
+    (tensor([127, -50], dtype=torch.int8), tensor(2.))
     """
     return _QUANTIZE_TOKENS(impl, x.detach() if isinstance(x, Tensor) else x)
 
@@ -162,6 +165,9 @@ def linear(
 
     Raises ValueError or TypeError for an argument that does not fit, NotImplementedError for a named impl
     that cannot serve.
+
+    >>> linear(torch.tensor([1.0, 2]), torch.tensor([[1.0, 1], [1, -1]]))
+    tensor([ 3., -1.])
     """
     if isinstance(weight, Tensor):
         check_impl("linear", impl)
@@ -175,6 +181,9 @@ def quantize(weight: Float[Tensor, "O D"]) -> W8A8:
     """The nearest int8 weight: of each output channel scale = max |w| / 127, w = scale w_int8.
 
     Raises ValueError or TypeError for what is no floating matrix.
+
+    >>> quantize(torch.tensor([[254.0, -100]]))
+    W8A8(weight=tensor([[127, -50]], dtype=torch.int8), scale=tensor([2.]))
     """
     _check.floating("quantize", {"weight": weight})
     _check.shapes("quantize", {"weight": (weight, "O D")})
@@ -198,6 +207,11 @@ def quantize_layer(params: Params, apply: Callable[[Params], Tensor], *names: st
         params, error = quantize_layer(params, layer, "qkv")
 
     Raises ValueError for names that are no projections of the layer.
+
+    >>> params, x = init_swiglu(8, 16), torch.randn(5, 8)
+    >>> quantised, error = quantize_layer(params, lambda params: swiglu(params, x), "up", "down")
+    >>> type(quantised.up).__name__, 0 < error < 0.05
+    ('W8A8', True)
     """
     fields: dict[str, Any] = {name: getattr(params, name, None) for name in names}
     for name, weight in fields.items():
