@@ -492,7 +492,8 @@ def run_quantised() -> None:
 def run_readme() -> None:
     """Its listing, on half of the processes it speaks of."""
     mesh, lengths = MESHES["context 2 heads 2"], context_lengths(T, 2)
-    code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[2]
+    listings = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    code = next(listing for listing in listings if "init_device_mesh" in listing)
     params, state, x = layer_inputs(CONFIG, None, torch.float64)
     own = x.split(lengths)[mesh.get_local_rank("context")]
     names = {"params": params, "state": state, "x": own, "config": CONFIG, "lengths": lengths}
