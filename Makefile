@@ -26,6 +26,7 @@ test-slow: $(VENV)/.dev
 # The scripts are the source: they are written to the .ipynb beside them, which run into build/notebooks.
 notebooks: $(VENV)/.notebooks
 	$(BIN)/jupytext --quiet --to ipynb --update notebooks/*.py
+	$(BIN)/jupyter nbconvert --clear-output --inplace notebooks/*.ipynb
 	$(BIN)/jupyter nbconvert --to notebook --execute --output-dir build/notebooks notebooks/*.ipynb
 
 bench: $(VENV)/.peers
@@ -40,6 +41,10 @@ bench-gpu: $(VENV)/.peers-gpu
 
 # In the environment at hand, not in .venv: what this one does is what is asked.
 report:
+	@$(PYTHON) -c "from importlib.util import find_spec; \
+	    absent = [name for name in ('torch', 'optree', 'pytest') if find_spec(name) is None]; \
+	    absent and exit('make report needs ' + ', '.join(absent) + ' in an environment of yours, not in $(PYTHON);' \
+	        ' another: make report PYTHON=.venv/bin/python')"
 	PYTHONPATH=$(CURDIR) $(PYTHON) benchmarks/device_report.py $(ARGS)
 
 # The vendor's schemas, from its wheel, beside the stand-ins of tests/contracts.

@@ -137,8 +137,9 @@ def report(results: Json) -> str:
     """What the README shows: three tables, with date and device."""
     where, rates = results["environment"], results["ceilings"]
     versions = [f"{name} {version}" for name, version in where["versions"].items() if version]
+    versions = [f"torch {where['torch']}", *versions]
     head = (
-        f"One {where['device']}, {where['date'][:10]} (torch {where['torch']}, {', '.join(versions)}): "
+        f"One {where['device']}, {where['date'][:10]} ({', '.join(versions)}): "
         f"copy {rates['copy_bytes_per_s'] / 1e12:.2f} TB/s, "
         f"bf16 matmul {rates['matmul_flop_per_s'] / 1e12:.0f} TFLOP/s.\n"
         f"bf16, K = V = {results['K']}, float32 states in and out, l2 norm, gate and sigmoid included. "

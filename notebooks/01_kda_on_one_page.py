@@ -8,7 +8,8 @@
 # Everything is arithmetic on a few tensors and runs on a CPU in seconds.
 
 # %%
-# On Colab or in a fresh environment, from a checkout of the library: %pip install ".[notebooks]"
+# In a fresh environment, on Colab too: %cd to your checkout of the library, then
+#     %pip install ".[notebooks]"            on an Ascend NPU ".[ascend,notebooks]"
 import matplotlib.pyplot as plt
 import torch
 

@@ -7,7 +7,8 @@
 # A KDA layer is `state, y = layer(state, x)`. Small sizes, a CPU is enough.
 
 # %%
-# On Colab or in a fresh environment, from a checkout of the library: %pip install ".[notebooks]"
+# In a fresh environment, on Colab too: %cd to your checkout of the library, then
+#     %pip install ".[notebooks]"            on an Ascend NPU ".[ascend,notebooks]"
 import math
 from functools import partial
 

@@ -7,7 +7,8 @@
 # The model is small and untrained: what is shown are the loops and their times. A CPU is enough.
 
 # %%
-# On Colab or in a fresh environment, from a checkout of the library: %pip install ".[notebooks]"
+# In a fresh environment, on Colab too: %cd to your checkout of the library, then
+#     %pip install ".[notebooks]"            on an Ascend NPU ".[ascend,notebooks]"
 import time
 from functools import partial
 

@@ -8,8 +8,8 @@
 # library has run on an Ascend NPU yet**, as far as this repository knows.
 
 # %%
-# On Colab or in a fresh environment, from a checkout of the library: %pip install ".[notebooks]"
-# On an NPU, with CANN's environment set: %pip install ".[ascend,notebooks]"
+# In a fresh environment, on Colab too: %cd to your checkout of the library, then
+#     %pip install ".[notebooks]"            on an Ascend NPU ".[ascend,notebooks]"
 import json
 import os
 import subprocess
@@ -31,7 +31,10 @@ SMALL = False  # True: sizes for a quick check
 
 # %%
 device = torch.device(best_device())  # an NPU before a GPU before the CPU
-ROOT = next(p for p in (Path.cwd(), *Path.cwd().parents) if (p / "docs" / "ascend.md").exists())
+above = (Path.cwd(), *Path.cwd().parents)
+ROOT = next((folder for folder in above if (folder / "docs" / "ascend.md").exists()), None)
+if ROOT is None:
+    raise FileNotFoundError(f"this notebook reads docs/ascend.md: run it in a checkout, not in {Path.cwd()}")
 print("\n".join(f"{name:14} {number or 'not installed'}" for name, number in versions().items()))
 print("\n".join(devices()))
 if device.type != "npu":

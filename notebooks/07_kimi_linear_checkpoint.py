@@ -8,7 +8,8 @@
 # enough. The calls are the same for a folder of the real one.
 
 # %%
-# On Colab or in a fresh environment, from a checkout of the library: %pip install ".[notebooks]"
+# In a fresh environment, on Colab too: %cd to your checkout of the library, then
+#     %pip install ".[notebooks]"            on an Ascend NPU ".[ascend,notebooks]"
 import tempfile
 import warnings
 from dataclasses import replace

@@ -33,13 +33,47 @@ def cells_of(script: str) -> list[tuple[str, str]]:
     return cells
 
 
+def assert_is_its_script(notebook: dict[str, Any], script: str) -> None:
+    """Cell for cell, and without output; `make notebooks` sees to both."""
+    cells = notebook["cells"]
+    found = [(cell["cell_type"], "".join(cell["source"])) for cell in cells]
+    assert found == cells_of(script), "make notebooks writes it from the script"
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    shown = [cell for cell in code if cell["outputs"] or cell["execution_count"]]
+    assert code and not shown, "make notebooks clears its output"
+
+
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_a_notebook_is_its_script(path: Path) -> None:
-    """Cell for cell, and without output: `make notebooks` writes it."""
-    cells = json.loads(path.with_suffix(".ipynb").read_text())["cells"]
-    assert [(cell["cell_type"], "".join(cell["source"])) for cell in cells] == cells_of(path.read_text())
-    code = [cell for cell in cells if cell["cell_type"] == "code"]
-    assert code and not any(cell["outputs"] or cell["execution_count"] for cell in code), "clear the output"
+    assert_is_its_script(json.loads(path.with_suffix(".ipynb").read_text()), path.read_text())
+
+
+@pytest.mark.parametrize(
+    ("changed", "noticed"),
+    [
+        ({"outputs": [{"output_type": "stream", "name": "stdout", "text": ["1"]}]}, "clears its output"),
+        ({"execution_count": 1}, "clears its output"),
+        ({"source": ["1 + 1"]}, "writes it from the script"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_notebook_that_is_not_is_noticed(changed: dict[str, Any], noticed: str) -> None:
+    """Output that was left in one, and an edit in the browser alone."""
+    notebook = json.loads(SCRIPTS[0].with_suffix(".ipynb").read_text())
+    next(cell for cell in notebook["cells"] if cell["cell_type"] == "code").update(changed)
+    with pytest.raises(AssertionError, match=noticed):
+        assert_is_its_script(notebook, SCRIPTS[0].read_text())
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_the_first_code_cell_says_what_to_install(path: Path) -> None:
+    """Before it imports anything, and of extras that there are."""
+    first = next(source for kind, source in cells_of(path.read_text()) if kind == "code")
+    before, _, _ = first.partition("import ")
+    installs = re.findall(r"\.\[([a-z,]+)\]", before)
+    assert "%pip install" in before and "notebooks" in installs
+    extras = re.findall(r"^([a-z-]+) = \[", (path.parents[1] / "pyproject.toml").read_text(), re.MULTILINE)
+    assert {extra for some in installs for extra in some.split(",")} <= set(extras)
 
 
 def test_every_notebook_has_a_script() -> None:
@@ -136,6 +170,13 @@ def test_06_what_is_known_of_ascend(run: Any, monkeypatch: pytest.MonkeyPatch) -
     assert sum(names["operators"].values()) > 0
     assert len(names["laws"]) == 22 and {e["outcome"] for e in names["laws"]} <= {"passed", "skipped"}
     assert all(part["ended"] is None for part in (names["report"]["laws"], names["report"]["benchmark"]))
+
+
+def test_06_says_where_to_run_it(run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Outside of a checkout its tables are not to be found."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match="run it in a checkout"):
+        run("06")
 
 
 def test_07_a_checkpoint_layer_by_layer(run: Any) -> None:
