@@ -361,7 +361,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--silence-s", type=float, default=SILENCE_S, help="when a law is taken for hung")
     parser.add_argument("--show", type=Path, metavar="FILE", help="print a report, run nothing")
     parser.add_argument("--worker", nargs=2, metavar=("PART", "LOG"), help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    kind, found = options.device.partition(":")[0], devices()
+    if not (kind == "cpu" or options.show or options.worker or any(d.startswith(f"{kind}:") for d in found)):
+        parser.error(f"--device {options.device} is none of the devices here:\n" + "\n".join(found))
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

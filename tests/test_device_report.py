@@ -79,6 +79,14 @@ def test_the_file_holds_all_of_it(
     assert capsys.readouterr().out.strip() in printed
 
 
+def test_a_device_that_is_not_here(device_report: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    """Is refused before any work, and those that are here are named."""
+    with pytest.raises(SystemExit):
+        device_report.main(["--device", "dsp"])
+    said = capsys.readouterr().err
+    assert "--device dsp is none of the devices here" in said and "threads" in said
+
+
 MISBEHAVING = """
 import __main__, os, time
 import pytest
