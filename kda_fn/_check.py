@@ -14,6 +14,7 @@ from torch import Tensor
 
 __all__ = [
     "Sizes",
+    "batch_shape",
     "epsilon",
     "exact_shapes",
     "float_dtype",
@@ -187,6 +188,12 @@ def float_dtype(caller: str, dtype: torch.dtype) -> None:
     """TypeError unless parameters and states may have that dtype."""
     if dtype not in FLOATS:
         raise TypeError(f"{caller}: dtype must be a float of 16, 32 or 64 bits, got {dtype}")
+
+
+def batch_shape(caller: str, value: object) -> None:
+    """TypeError unless the value is a tuple, or a list, of what may be sizes."""
+    if not isinstance(value, tuple | list):
+        raise TypeError(f"{caller}: batch_shape must be a tuple of sizes, got {value!r}: one axis is (3,)")
 
 
 def positive_integer(caller: str, name: str, value: object) -> None:

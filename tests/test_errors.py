@@ -787,7 +787,12 @@ LAYERS = [
     Wrong(
         "layer", {"state": init_state(CONFIG, (3,))}, ValueError, [r"state.conv_state has shape \(3, 9, 56\)"]
     ),
-    Wrong("layer", {"state": init_state(CONFIG)}, ValueError, [r"state.conv_state has shape \(9, 56\)"]),
+    Wrong(
+        "layer",
+        {"state": init_state(CONFIG)},
+        ValueError,
+        [r"state.conv_state has shape \(9, 56\), expected \(7, 9, 56\): for this x .* batch_shape is \(7,\)"],
+    ),
     Wrong(
         "layer",
         {"state": at("recurrent_state", lambda x: x[:3])},
@@ -1032,6 +1037,14 @@ def test_initial_values_are_floats(init: str, dtype: torch.dtype) -> None:
     """Parameters and states that every call would refuse are not made."""
     with pytest.raises(TypeError, match=f"dtype must be a float of 16, 32 or 64 bits, got {dtype}"):
         INITS[init](dtype=dtype)
+
+
+@pytest.mark.parametrize("init", [init_state, init_kimi_linear_state, init_mla_state])
+def test_a_batch_shape_is_a_tuple(init: Callable[..., Any]) -> None:
+    """A number, which is easily written for one axis, is named as what it is."""
+    config = {init_state: CONFIG, init_kimi_linear_state: LM_CONFIG, init_mla_state: MLA_CONFIG}[init]
+    with pytest.raises(TypeError, match=f"^{init.__name__}: batch_shape must be a tuple of sizes, got 4"):
+        init(config, 4)
 
 
 # Transforms

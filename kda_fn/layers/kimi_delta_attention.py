@@ -225,6 +225,7 @@ def init_state(
     (torch.Size([3, 3, 12]), torch.Size([3, 1, 4, 4]), torch.float32)
     """
     _check.float_dtype("init_state", dtype)
+    _check.batch_shape("init_state", batch_shape)
     wide = torch.promote_types(dtype, torch.float32)
     return KDAState(
         torch.zeros(*batch_shape, config.W - 1, config.P, dtype=dtype, device=device),
@@ -281,6 +282,11 @@ def check_shapes_and_dtypes(
     if cu_seqlens is not None and state.conv_state.shape == (*B, *state.conv_state.shape[-3:-2], W - 1, P):
         n = state.conv_state.shape[-3]
         ragged.check_packing(caller, cu_seqlens, T=T, N=n, state_name=f"{s}.conv_state")
+    if state.conv_state.shape[:-2] != (*B, *N):
+        raise ValueError(
+            f"{caller}: {s}.conv_state has shape {tuple(state.conv_state.shape)}, expected "
+            f"{(*B, *N, W - 1, P)}: for this {input_name} the state's batch_shape is {(*B, *N)}"
+        )
     low_rank = config.output_gate == "low_rank"
     R, G = (w.shape[1] if w.ndim == 2 else 0 for w in (params.decay, params.output_gate))
     G = G if low_rank else HV * V

@@ -368,6 +368,7 @@ def init_kimi_linear_state(
     >>> [tuple(s.recurrent_state.shape) for s in init_kimi_linear_state(config, (3,))]  # three sequences
     [(3, 1, 4, 4), (3, 1, 4, 4)]
     """
+    _check.batch_shape("init_kimi_linear_state", batch_shape)
 
     def empty(kind: str) -> KDAState | MLAState:
         if kind == "kda":

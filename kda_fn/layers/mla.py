@@ -415,6 +415,7 @@ def init_mla_state(
     (torch.Size([0, 6]), torch.Size([32, 6]))
     """
     _check.float_dtype("init_mla_state", dtype)
+    _check.batch_shape("init_mla_state", batch_shape)
     if capacity is not None:
         _check.positive_integer("init_mla_state", "capacity", capacity)
     S = capacity or 0
