@@ -23,10 +23,14 @@ lint: $(VENV)/.dev
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -n auto -m slow $(ARGS)
 
-# The scripts are the source: they are written to the .ipynb beside them, which run into build/notebooks.
+# The scripts are the source: they are written to the .ipynb beside them, which run into build/notebooks. What Jupyter
+# left in one, output and times, is cleared.
+CLEAR := nbconvert --clear-output --inplace --ClearMetadataPreprocessor.enabled=True \
+	--ClearMetadataPreprocessor.preserve_nb_metadata_mask="{'jupytext', 'kernelspec'}" \
+	--ClearMetadataPreprocessor.preserve_cell_metadata_mask="{'tags', 'lines_to_next_cell'}"
 notebooks: $(VENV)/.notebooks
 	$(BIN)/jupytext --quiet --to ipynb --update notebooks/*.py
-	$(BIN)/jupyter nbconvert --clear-output --inplace notebooks/*.ipynb
+	$(BIN)/jupyter $(CLEAR) notebooks/*.ipynb
 	$(BIN)/jupyter nbconvert --to notebook --execute --output-dir build/notebooks notebooks/*.ipynb
 
 bench: $(VENV)/.peers
