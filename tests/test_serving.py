@@ -211,6 +211,20 @@ def test_accepted_counts() -> None:
     assert why_idle([2, 12], capacity=12) == [None, "slot 12 is none of the pool's 12"]
 
 
+def test_counts_of_a_slots_last_owner() -> None:
+    """A request without a state starts from zeros, whatever stands in the tensors of counts for its slot."""
+    plan = plan_batch(
+        [5, 2, 1],
+        has_state=[False, False, True],
+        slots=[[0, 1], [2, 3], [4, 5]],
+        capacity=6,
+        accepted=torch.tensor([0, 7, 2]),
+        written=[0, 2, 2],
+    )
+    assert plan.load.tolist() == [-1, -1] and plan.store.tolist() == [0, 2]
+    assert plan.token_load.tolist() == [5] and bool(plan.live.all())
+
+
 def test_plans_that_do_not_fit() -> None:
     base: dict[str, Any] = {"has_state": [True, True], "slots": [0, 1], "capacity": 2}
     for change, message in (

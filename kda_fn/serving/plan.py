@@ -88,7 +88,7 @@ def plan_batch(
         starts from; None for a chain.
     accepted : [R], of the `written` tokens of each request's last step, how many count: it starts from the
         state after that token, in column accepted - 1. Without it from column 0. 0, or more than were
-        written, is a row that does nothing, as with no slot.
+        written, is a row that does nothing, as with no slot. Of no meaning where there is no state.
     written : states that each request's last step left, 1 where nothing was verified. Needed with `accepted`.
     requests : with fewer, rows of one token without a slot are added, so that every plan of decodes has one
         shape and a captured graph can be replayed with another (`update_plan_`).
@@ -113,7 +113,7 @@ def plan_batch(
     table = as_slots(caller, flat, device).reshape(R, -1)
     table = torch.where((table >= 0) & (table < capacity), table, -1)
     S = table.shape[1]
-    start, usable = _starts(caller, table, accepted, written, R, device)
+    start, usable = _starts(caller, table, has_state, accepted, written, device)
 
     lengths, has_state = list(lengths), list(has_state)
     if requests is not None:
@@ -261,12 +261,16 @@ def _flat(slots: Sequence[Any]) -> list[int]:
 def _starts(
     caller: str,
     table: Tensor,
+    has_state: Sequence[bool],
     accepted: Slots | None,
     written: Sequence[int] | None,
-    R: int,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """The slot that each request starts from, and whether it does anything: it has one, and a valid count."""
+    """The slot that each request starts from, and whether it does anything: it has one, and a valid count.
+
+    A request without a state has no last step to count of: whatever a slot's last owner left is not its own.
+    """
+    R = len(has_state)
     usable = table.select(1, 0) >= 0
     if accepted is None:
         return table.select(1, 0), usable
@@ -278,13 +282,14 @@ def _starts(
             f"{caller}: accepted and written must hold a number for each of {R} requests, got "
             f"{tuple(count.shape)} and {len(written)}"
         )
-    if any(not 1 <= n <= table.shape[1] for n in written):
+    if any(has and not 1 <= n <= table.shape[1] for n, has in zip(written, has_state, strict=True)):
         raise ValueError(
             f"{caller}: written must be 1 to {table.shape[1]}, the slots' columns, got {list(written)}"
         )
     most = torch.tensor(list(written), dtype=torch.int64).to(device)
-    counts = (count >= 1) & (count <= most)
-    column = torch.where(counts, count - 1, 0)
+    fresh = ~torch.tensor(list(has_state), dtype=torch.bool).to(device)
+    counts = fresh | ((count >= 1) & (count <= most))
+    column = torch.where(counts & ~fresh, count - 1, 0)
     return table.gather(1, column.unsqueeze(1)).squeeze(1), usable & counts
 
 
