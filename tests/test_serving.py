@@ -8,6 +8,7 @@ from typing import Any
 
 import optree
 import pytest
+import subjects
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -431,6 +432,54 @@ def test_padding_and_replay() -> None:
         update_plan_(plan, alone)
 
 
+CAPTURED: dict[str, dict[str, Any]] = {
+    "decodes": {"lengths": [1] * 4, "slots": [3, 0, 7, 5]},
+    "drafts": {"lengths": [3, 3], "slots": [[1, 0, 7], [8, 4, 2]], "drafts": [2, 2]},
+}
+
+
+@pytest.mark.device
+@pytest.mark.parametrize(
+    ("model", "kind"), [("layer", "decodes"), ("layer", "drafts"), ("hybrid", "decodes")]
+)
+def test_replay_of_a_captured_graph(model: str, kind: str) -> None:
+    """Three steps by one CUDA graph, its plan and tokens written anew before each, equal three calls."""
+    if subjects.DEVICE != "cuda":
+        pytest.skip("a CUDA graph needs CUDA")
+    case = CAPTURED[kind]
+    T = sum(case["lengths"])
+    config: Any = CONFIG if model == "layer" else HYBRID
+    params, pool = (_params(), _pool(9)) if model == "layer" else (_model(), _model_pool(_model(), 9))
+    params, pool, xs = _map(
+        lambda leaf: leaf.cuda().float() if leaf.is_floating_point() else leaf.cuda(),
+        (params, pool, [_draw(T, 12, seed=n) if model == "layer" else _tokens(T + n)[:T] for n in range(3)]),
+    )
+    slots = torch.tensor(case["slots"])
+    plans = [
+        plan_batch(
+            **{**case, "slots": (slots + shift) % 9}, has_state=[True] * len(slots), capacity=9, device="cuda"
+        )
+        for shift in range(3)
+    ]
+    expected, after = [], pool
+    for x, plan in zip(xs, plans, strict=True):
+        after, y = step_batch(params, after, x, plan, config=config)
+        expected.append(y)
+    live, x, plan = _map(torch.clone, pool), xs[0].clone(), plans[0]
+    step_batch_(params, _map(torch.clone, pool), x, plan, config=config)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _, y = step_batch_(params, live, x, plan, config=config)
+    for leaf, start in zip(_leaves(live), _leaves(pool), strict=True):
+        leaf.copy_(start)
+    for its_x, its_plan, its_y in zip(xs, [_map(torch.clone, plan), *plans[1:]], expected, strict=True):
+        x.copy_(its_x)
+        update_plan_(plan, its_plan)
+        graph.replay()
+        assert_close(y, its_y, 1e-5)
+    assert_close(live, after, 1e-5)
+
+
 def test_a_step_of_nothing() -> None:
     params, pool = _params(), _pool(2)
     plan = plan_batch([0, 0], has_state=[True, False], slots=[0, 1], capacity=2)
@@ -599,6 +648,21 @@ def test_the_model_row_by_row() -> None:
     for slot in set(range(12)) - written:
         for leaf, old in zip(_leaves(after), _leaves(pool), strict=True):
             assert torch.equal(leaf[slot], old[slot])
+
+
+def test_the_models_decodes() -> None:
+    """A batch of them alone."""
+    params = _model()
+    pool, x, slots = _model_pool(params, 12), _tokens(4), [4, 11, -1, 7]
+    plan = plan_batch([1] * 4, has_state=[True] * 4, slots=slots, capacity=12)
+    after, y = step_batch(params, pool, x, plan, config=HYBRID)
+    for r, slot in enumerate(slots):
+        if slot < 0:
+            assert not y[r].any()
+            continue
+        start, mine = (_map(lambda leaf: leaf[slot], tree) for tree in (pool, after))  # noqa: B023
+        state, expected = kimi_linear(params, start, x[r : r + 1], config=HYBRID)
+        assert_close((_visible(mine), y[r : r + 1]), (_visible(state), expected), 1e-11)
 
 
 def test_the_models_drafts() -> None:

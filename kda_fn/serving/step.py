@@ -226,8 +226,13 @@ def _mla_rows(
     states, roots = _halves(state)
     if len(packed):
         states, packed = apply_mla(params, states, packed, config, plan.cu_seqlens, impl)
-    if len(rest):
-        assert plan.chains is not None
+    assert plan.chains is not None
+    if all(len(chain) == 1 for chain in plan.chains):
+        # Decodes are a batch: nothing is made of numbers on the host, which no captured graph could take.
+        if len(rest):
+            roots, tokens = apply_mla(params, roots, rest.unsqueeze(1), config, None, impl)
+            rest = tokens.squeeze(1)
+    else:
         index = torch.tensor([i for chain in plan.chains for i in chain], device=x.device)
         firsts = torch.tensor([chain[0] for chain in plan.chains], device=x.device)
         counts = torch.tensor([j + 1 for chain in plan.chains for j in range(len(chain))], device=x.device)
