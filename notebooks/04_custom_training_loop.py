@@ -2,8 +2,8 @@
 # # A training loop of your own
 #
 # **Questions:** what does training look like when model, optimiser and memory are all values? Does a state
-# that is carried from segment to segment help? How noisy is a gradient? And what can this memory learn that
-# attention, or a simpler gate, cannot?
+# that is carried from segment to segment help? How noisy is a gradient? And what can this memory learn,
+# beside a simpler gate and attention?
 #
 # Everything is trained here, on a CPU within two minutes.
 
@@ -84,7 +84,7 @@ def rate(step, steps, peak):
 
 # %%
 text = "\n\n".join(topics[name] for name in sorted(topics)).encode()
-text = torch.tensor(list(text), device=device)
+text, held_out = torch.tensor(list(text), device=device).tensor_split([-20_000])
 rows, segment, steps = (4, 8, 8) if SMALL else (8, 32, 200)
 config = KimiLinearConfig(
     vocab_size=256,
@@ -121,9 +121,20 @@ def train_on_text(carried):
     return params, torch.tensor(losses)
 
 
-curves = {}
-params, curves["carried from segment to segment"] = train_on_text(carried=True)
-_, curves["zeros before each segment"] = train_on_text(carried=False)
+curves, models = {}, {}
+for name, carried in (("carried from segment to segment", True), ("zeros before each segment", False)):
+    models[name], curves[name] = train_on_text(carried)
+params = models["carried from segment to segment"]
+
+# The held-out text in one call, the state carried through all of it.
+unseen = {
+    name: bits(p, init_kimi_linear_state(config, device=device), held_out)[0].item()
+    for name, p in models.items()
+}
+print(
+    "bits per byte of unseen text, read from end to end:",
+    {name: f"{loss:.2f}" for name, loss in unseen.items()},
+)
 
 figure, ax = plt.subplots(figsize=(6, 3.6))
 width = max(1, steps // 10)
@@ -340,7 +351,7 @@ for kind in ["KDA", "KDA, 0 < β < 2", "scalar gate", "softmax attention"]:
 # %%
 figure, (left, middle, right) = plt.subplots(1, 3, figsize=(12, 3.8), sharey=True)
 for kind, curve in recall_curves.items():
-    left.plot(curve.mean(1), color=COLORS[kind], label=kind, linewidth=2)
+    left.plot(curve.median(1).values, color=COLORS[kind], label=kind, linewidth=2)
     left.fill_between(range(len(curve)), curve.amin(1), curve.amax(1), color=COLORS[kind], alpha=0.15)
 left.set(xlabel="step", ylabel="share that is right", title=f"Recall of {pairs} pairs")
 for ax, found in ((middle, more_pairs), (right, parity_accuracy)):
@@ -361,3 +372,11 @@ figure.suptitle(
 )
 figure.tight_layout()
 plt.show()
+
+# %% [markdown]
+# **What it says.** A carried state lowers the loss of short segments a little while training; a state that is
+# carried through unseen text serves both models alike. At this size recall is no contest: every memory learns it, attention soonest, and asked of
+# 32 pairs, as many as a head has key channels, the delta rule's two begin to miss some. A decay for each
+# channel takes nothing from recall, and gives nothing to it here. Parity is what β decides: with negative
+# eigenvalues it is learnt, and lasts beyond the length that was trained on; without them by none, attention
+# included.

@@ -99,7 +99,8 @@ for ax, values, title in (
     shown = values.abs().clamp(min=1e-3).log10().numpy()
     image = ax.imshow(shown, cmap="viridis", aspect="auto", vmin=-3)
     ax.set(xlabel="token s", ylabel="output t", title=title)
-    figure.colorbar(image, ax=ax, label="log10")
+    ax.locator_params(integer=True)
+    figure.colorbar(image, ax=ax, label="magnitude, log10; at most -3 is dark")
 left.annotate(
     "written twice:\nits second value",
     (pairs, len(written) + again),
@@ -156,7 +157,8 @@ plt.show()
 #
 # A channel's half-life without input is h = log 2 / (exp(A_log) softplus(dt_bias)): its own derivatives are
 # known. A loss has one with respect to log h, by the chain rule: negative where longer memory lowers it. The
-# task: give back values at a distance; only half-lives beyond it can.
+# task: give back values at a distance. What is far too short-lived is beyond help, what is long-lived needs
+# none: the loss asks most of those in between, below the distance.
 
 # %%
 distance, channels = (10, 8) if SMALL else (40, 16)
