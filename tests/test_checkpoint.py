@@ -345,8 +345,13 @@ def test_all_problems_in_one_error(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(FileNotFoundError):
-        load_kimi_linear(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"no some-hub/Kimi-Linear: .* nothing is downloaded"):
+        load_kimi_linear("some-hub/Kimi-Linear")
+    with pytest.raises(FileNotFoundError, match=rf"no {tmp_path}/config.json: "):
+        load_kimi_linear(tmp_path)
+    (tmp_path / "config.json").write_text("<html>")
+    with pytest.raises(ValueError, match=r"config.json is no JSON: .* line 1 column 1"):
+        load_kimi_linear(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
     with pytest.raises(FileNotFoundError, match="holds no safetensors"):
         load_kimi_linear(tmp_path)

@@ -69,8 +69,8 @@ def read_config(source: str | Path | Mapping[str, Any] | object) -> KimiLinearCo
     Layers are named by `layer_types` and `mlp_layer_types`, or by `linear_attn_config` (1-based lists) and
     `first_k_dense_replace`.
 
-    Raises ValueError for what is missing or contradicts itself, NotImplementedError for a choice that this
-    model does not have.
+    Raises FileNotFoundError where there is no file, ValueError for what is missing or contradicts itself,
+    NotImplementedError for a choice that this model does not have.
 
     >>> read_config({"model_type": "kimi_linear"})
     Traceback (most recent call last):
@@ -78,7 +78,15 @@ def read_config(source: str | Path | Mapping[str, Any] | object) -> KimiLinearCo
     """
     if isinstance(source, str | Path):
         path = Path(source)
-        source = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+        file = path / "config.json" if path.is_dir() else path
+        if not file.exists():
+            raise FileNotFoundError(
+                f"read_config: there is no {file}: a checkpoint is a folder, nothing is downloaded"
+            )
+        try:
+            source = json.loads(file.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"read_config: {file} is no JSON: {error}") from error
     fields = _Fields(_Fields(source).get("text_config", default=source))
     linear = _Fields(fields.get("linear_attn_config", default={}))
     ours = _Fields(fields.get("kda_fn", default={}))
@@ -320,9 +328,9 @@ def load_kimi_linear(
     Raises FileNotFoundError where there is no checkpoint; ValueError, before any tensor is read, that lists
     every missing, unexpected or misshapen tensor and every projection of mixed types.
 
-    >>> load_kimi_linear("no-such-folder")
+    >>> load_kimi_linear("no-folder")
     Traceback (most recent call last):
-    FileNotFoundError: [Errno 2] No such file or directory: 'no-such-folder'
+    FileNotFoundError: read_config: there is no no-folder: a checkpoint is a folder, nothing is downloaded
     """
     config = read_config(path)
     with ExitStack() as stack:
