@@ -488,7 +488,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m kda_fn.demo", description="Trains and runs a KDA model.")
     parser.add_argument("--steps", type=int, default=STEPS, help="of training (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and samples (default: %(default)s)")
-    parser.add_argument("--out", default="kda_demo.png", help="the figure (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default="kda_demo.png", help="the figure (default: %(default)s)")
     parser.add_argument("--context-parallel", action="store_true", help="torchrun's processes share time")
     parser.add_argument("--head-parallel", action="store_true", help="torchrun's processes share heads")
     parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="where to save, and to go on from")
@@ -497,6 +497,8 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("steps", "checkpoint_every"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    if not args.out.parent.is_dir():
+        parser.error(f"--out must lie in a folder that exists, got {args.out}")
     try:
         import matplotlib  # noqa: F401
         import tqdm  # noqa: F401

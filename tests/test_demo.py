@@ -517,3 +517,10 @@ def test_steps_are_positive(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         demo.main(["--steps", "0"])
     assert "--steps must be at least 1, got 0" in capsys.readouterr().err
+
+
+def test_a_figure_has_a_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Else that would be found after minutes of training."""
+    with pytest.raises(SystemExit):
+        demo.main(["--out", str(tmp_path / "no" / "figure.png")])
+    assert f"--out must lie in a folder that exists, got {tmp_path}/no/figure.png" in capsys.readouterr().err
