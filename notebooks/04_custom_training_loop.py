@@ -85,7 +85,7 @@ def rate(step, steps, peak):
 # %%
 text = "\n\n".join(topics[name] for name in sorted(topics)).encode()
 text, held_out = torch.tensor(list(text), device=device).tensor_split([-20_000])
-rows, segment, steps = (4, 8, 8) if SMALL else (8, 32, 200)
+rows, segment, steps = (4, 8, 40) if SMALL else (8, 32, 200)
 config = KimiLinearConfig(
     vocab_size=256,
     layer_types=("kda",),
@@ -375,8 +375,9 @@ plt.show()
 
 # %% [markdown]
 # **What it says.** A carried state lowers the loss of short segments a little while training; a state that is
-# carried through unseen text serves both models alike. At this size recall is no contest: every memory learns it, attention soonest, and asked of
-# 32 pairs, as many as a head has key channels, the delta rule's two begin to miss some. A decay for each
-# channel takes nothing from recall, and gives nothing to it here. Parity is what β decides: with negative
-# eigenvalues it is learnt, and lasts beyond the length that was trained on; without them by none, attention
-# included.
+# carried through unseen text serves both models alike.
+#
+# At this size recall is no contest: every memory learns it, attention soonest, and asked of 32 pairs, as many
+# as a head has key channels, the delta rule's two begin to miss some. A decay for each channel takes nothing
+# from recall, and gives nothing to it here. Parity is what β decides: with negative eigenvalues it is learnt,
+# and lasts beyond the length that was trained on; without them by none, attention included.
