@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 APT := mlir-19-tools clang-19
 
-.PHONY: demo test lint tools test-slow notebooks bench bench-gpu report npu-schemas ascend clean
+.PHONY: demo test lint tools test-slow notebooks docs bench bench-gpu report npu-schemas ascend clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m kda_fn.demo $(ARGS)
@@ -32,6 +32,10 @@ notebooks: $(VENV)/.notebooks
 	$(BIN)/jupytext --quiet --to ipynb --update notebooks/*.py
 	$(BIN)/jupyter $(CLEAR) notebooks/*.ipynb
 	$(BIN)/jupyter nbconvert --to notebook --execute --output-dir build/notebooks notebooks/*.ipynb
+
+# Into build/site; the notebooks with their pictures, where `make notebooks` has run.
+docs: $(VENV)/.dev
+	$(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.peers
 	$(BIN)/python benchmarks/cpu.py $(ARGS)

@@ -18,9 +18,18 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
+LISTINGS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
 def listing(what: str) -> str:
     """The code block that holds these words."""
-    return next(code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if what in code)
+    return next(code for code in LISTINGS if what in code)
+
+
+def test_every_listing_is_run() -> None:
+    """By the tests below, and that of a mesh by tests/test_distributed.py."""
+    words = "slopes", "torch.export", "load_kimi_linear", "init_device_mesh", "plan_batch"
+    assert {listing(what) for what in words} == set(LISTINGS)
 
 
 def test_the_example_runs() -> None:
