@@ -7,6 +7,7 @@ import torch
 from laws import LAWS, Law, assert_identical, row
 from subjects import PURE, SUBJECTS, Subject, cast
 
+from kda_fn.primitives._primitive import PRIMITIVES
 from kda_fn.types import Impl
 
 CASES = [
@@ -21,6 +22,16 @@ CASES = [
 @pytest.mark.parametrize(("law", "subject", "impl"), CASES)
 def test_law(law: Law, subject: Subject, impl: Impl) -> None:
     law(subject, impl)
+
+
+OWN_TESTS = {"linear", "quantize_tokens", "mla_prolog"}
+"""Their oracles are products of integers, and attention."""
+
+
+def test_every_primitive_is_under_the_laws() -> None:
+    """A subject's name begins with its function's."""
+    subjects = {subject.name.split()[0].rstrip(",") for subject in SUBJECTS if not subject.is_layer}
+    assert {function.__name__ for function in PRIMITIVES} == subjects | OWN_TESTS
 
 
 # Torch's threads: a kernel's programs never run on them.
