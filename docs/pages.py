@@ -1,7 +1,7 @@
-"""What the site shows and does not lie in docs/: README, notebooks and so on; and docstrings, as Markdown.
+"""What the site shows from outside of docs/: README, the notebooks and so on, and docstrings as Markdown.
 
 Every page has the path of its file in the repository, so that a link between two of them is right in both. A
-notebook has its outputs, where `make notebooks` has run it.
+notebook has its outputs, where `make notebooks` has run it as it is.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def on_files(files: Files, config: Any) -> Files:
         add(f"examples/{path.stem}.md", f"# {path.name}\n\n{fenced(path.read_text(), 'python')}")
     for path in sorted(ROOT.glob("notebooks/*.ipynb")):
         run = ROOT / "build" / "notebooks" / path.name
-        cells = json.loads((run if run.exists() else path).read_text())["cells"]
+        fresh = run.exists() and run.stat().st_mtime >= path.stat().st_mtime
+        cells = json.loads((run if fresh else path).read_text())["cells"]
         page, pictures = notebook_page(cells, path.stem)
         add(f"notebooks/{path.stem}.md", page)
         for name, picture in pictures.items():
