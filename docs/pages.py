@@ -81,6 +81,8 @@ def notebook_page(cells: list[dict[str, Any]], name: str) -> tuple[str, dict[str
                 picture = f"{name}_{len(pictures)}.png"
                 pictures[picture] = b64decode(data["image/png"])
                 parts.append(f"![What this cell draws]({picture})\n")
+            elif output.get("name") == "stderr":  # a progress bar, a line a step
+                continue
             elif text := output.get("text") or data.get("text/plain"):
                 parts.append(fenced("".join(text)))
     return "\n".join(parts), pictures
