@@ -215,9 +215,14 @@ def kda_terms_tile(target: Target, dtype: torch.dtype, K: int, *, gluon: bool = 
     return Tile(rows, min(rows, 32), _launch(target, warps=4), _single(target, dtype))
 
 
-def kda_gradients_tile(target: Target, dtype: torch.dtype, K: int, V: int) -> Tile:
+def kda_gradients_tile(
+    target: Target, dtype: torch.dtype, K: int, V: int, *, gluon: bool = False
+) -> Tile:
     """A chunk's gradients: by parts of K, and within them by parts of V."""
     rows, columns = (max(16, _power_of_two(size)) for size in (V, K))
+    if gluon:
+        # 16 elements a thread and tile: ten tiles fit into registers, two programs on a processor.
+        return Tile(rows, 32, _launch(target, warps=4))
     if target is not CUDA:
         # Blocks of tokens by 64 channels: some forty tiles of 4 KiB.
         return Tile(min(rows, 64), min(columns, 64), {})

@@ -194,7 +194,8 @@ class Call:
         terms = self._terms(chunks, rows)
         states, e = self._scan_again(chunks, terms)
         d_states = self._scan_back(chunks, terms, as_batch(d_final_state, 3), d_o, d_initial_state, d_v)
-        pairs = self._pairs_back(chunks, e, d_v, d_o)
+        # Gluon's kernel makes them of what it has at hand.
+        pairs = (None, None, None) if self.gluon else self._pairs_back(chunks, e, d_v, d_o)
         if self.G == 1:
             wide = d_q, d_k
         else:
@@ -423,9 +424,9 @@ class Call:
         states: Tensor,
         e: Tensor,
         d_states: Tensor,
-        dA: Tensor,
-        dP: Tensor,
-        d_self: Tensor,
+        dA: Tensor | None,
+        dP: Tensor | None,
+        d_self: Tensor | None,
         d_v: Tensor,
         d_o: Tensor,
         d_q: Tensor,
@@ -439,10 +440,11 @@ class Call:
             shape = self.B, self.HV, chunks.count, self.K
             d_A_log, d_dt_bias = (self.q.new_empty(shape, dtype=torch.float32) for _ in range(2))
             sums = d_A_log, d_dt_bias
-        tile = _targets.kda_gradients_tile(self.target, self.q.dtype, self.K, self.V)
+        tile = _targets.kda_gradients_tile(self.target, self.q.dtype, self.K, self.V, gluon=self.gluon)
+        kernel = _gluon().chunk_gradients if self.gluon else _of(self.target).chunk_gradients
         parts = triton.cdiv(self.K, tile.columns)
         d_betas = self.q.new_empty(*d_beta.shape, parts, dtype=torch.float32)
-        _of(self.target).chunk_gradients[self.target.cube_grid(self.B * self.HV * chunks.count * parts)](
+        kernel[self.target.cube_grid(self.B * self.HV * chunks.count * parts)](
             self.q,
             self.k,
             self.g,

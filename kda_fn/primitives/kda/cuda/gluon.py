@@ -29,9 +29,10 @@ from kda_fn.primitives.kda import kernels as _kernels
 from kda_fn.primitives.kernels import piece_at as _piece_at
 from kda_fn.types import Tensor
 
-__all__ = ["chunk_scan", "chunk_scan_back", "chunk_terms", "described"]
+__all__ = ["chunk_gradients", "chunk_scan", "chunk_scan_back", "chunk_terms", "described"]
 
 LOG2_E = gl.constexpr(_kernels.LOG2_E.value)
+LN_2 = gl.constexpr(_kernels.LN_2.value)
 FAR = gl.constexpr(118.0)
 """Of a block's start, in powers of two: the least gate that a lower bound of -5 allows is nearer."""
 
@@ -525,6 +526,380 @@ def _inverse_of_blocks(L, C: gl.constexpr, M: gl.constexpr, PAIRS: gl.constexpr)
         X = gl.where(r == m, gl.expand_dims(x_m, 1), X)
     flat = gl.convert_layout(gl.reshape(X, [C, M]), gl.SliceLayout(1, WIDE))
     return gl.convert_layout(gl.reshape(gl.where(own, gl.expand_dims(flat, 1), 0.0), [C, C]), PAIRS)
+
+
+@gluon.jit(do_not_specialize=["B", "T", "count", "HV", "G"])
+def chunk_gradients(
+    q_ptr,
+    k_ptr,
+    g_ptr,
+    A_log_ptr,
+    dt_bias_ptr,
+    rows_ptr,
+    states_ptr,
+    e_ptr,
+    d_states_ptr,
+    dA_ptr,
+    dP_ptr,
+    d_self_ptr,
+    d_v_ptr,
+    d_o_ptr,
+    d_q_ptr,
+    d_k_ptr,
+    d_g_ptr,
+    d_betas_ptr,
+    d_A_log_ptr,
+    d_dt_bias_ptr,
+    table_ptr,
+    B,
+    T,
+    count,
+    HV,
+    G,
+    q_batch,
+    q_time,
+    q_head,
+    k_batch,
+    k_time,
+    k_head,
+    g_batch,
+    g_time,
+    g_head,
+    d_o_batch,
+    d_o_time,
+    d_o_head,
+    scale,
+    eps,
+    lower_bound,
+    most_beta,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    PACKED: gl.constexpr,
+    GATE: gl.constexpr,
+    HAS_RATE: gl.constexpr,
+    PRECISION: gl.constexpr,
+    C: gl.constexpr,
+    M: gl.constexpr,
+    BK: gl.constexpr,
+    BV: gl.constexpr,
+):
+    """As in `kernels.py`, but dA and dP are made here: their pointers are None.
+
+    Blocks are visited in order. What a block's rows were given by those before is multiplied by each decay on
+    the way to them, so that all blocks but a row's own are one operand.
+    """
+    dtype: gl.constexpr = e_ptr.dtype.element_ty
+    N: gl.constexpr = C // M
+    PARTS: gl.constexpr = K // BK
+    TOKENS: gl.constexpr = gl.BlockedLayout([1, M, BK // 32], [1, 1, 32], [4, 1, 1], [2, 1, 0])
+    ROWS: gl.constexpr = gl.SliceLayout(2, TOKENS)
+    CHANNELS: gl.constexpr = gl.SliceLayout(1, TOKENS)
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
+    OPERAND: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    PART: gl.constexpr = gl.NVMMASharedLayout(2 * BK, 16, 2)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+
+    task = gl.program_id(0)
+    part = task % PARTS
+    hv = (task // PARTS) % HV
+    piece = (task // (PARTS * HV)) % count
+    b = gl.cast(task // (PARTS * HV * count), gl.int64)
+    _n, first, start, length = piece_at(table_ptr, piece, C, T, PACKED)
+    h = hv // G
+    token = start + first
+    left = length - first
+    at = part * BK
+    place = (b * T + token) * HV + hv
+    own = (b * HV + hv) * count + piece
+    q_at = q_ptr + b * q_batch + token * q_time + h * q_head + at
+    k_at = k_ptr + b * k_batch + token * k_time + h * k_head + at
+    g_at = g_ptr + b * g_batch + token * g_time + hv * g_head + at
+
+    queries = gl.allocate_shared_memory(dtype, [C, BK], PART)
+    keys = gl.allocate_shared_memory(dtype, [C, BK], PART)
+    far_keys = gl.allocate_shared_memory(dtype, [C, BK], PART)
+    near_keys = gl.allocate_shared_memory(dtype, [C, BK], PART)
+    _copy(queries, q_at, q_time, left, C, BK)
+    _copy(keys, k_at, k_time, left, C, BK)
+    if g_ptr.dtype.element_ty == dtype:
+        _copy(near_keys, g_at, g_time, left, C, BK)
+    async_copy.commit_group()
+    d_o = gl.allocate_shared_memory(dtype, [C, V], OPERAND)
+    d_v = gl.allocate_shared_memory(dtype, [C, V], OPERAND)
+    e = gl.allocate_shared_memory(dtype, [C, V], OPERAND)
+    S = gl.allocate_shared_memory(dtype, [BK, V], OPERAND)
+    dS = gl.allocate_shared_memory(dtype, [BK, V], OPERAND)
+    _copy(d_o, d_o_ptr + b * d_o_batch + token * d_o_time + hv * d_o_head, d_o_time, left, C, V)
+    _copy(d_v, d_v_ptr + place * V, HV * V, left, C, V)
+    _copy(e, e_ptr + own * C * V, V, C, C, V)
+    _copy(S, states_ptr + (own * K + at) * V, V, BK, BK, V)
+    _copy(dS, d_states_ptr + (own * K + at) * V, V, BK, BK, V)
+    async_copy.commit_group()
+
+    m = gl.arange(0, M, gl.SliceLayout(0, ROWS))[None, :]
+    t = gl.arange(0, N, gl.SliceLayout(1, ROWS))[:, None] * M + m
+    block = gl.arange(0, N, gl.SliceLayout(1, CHANNELS))[:, None]
+    biases = gl.allocate_shared_memory(gl.float32, [BK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    rate = 1.0
+    if GATE != "none":
+        rate = _rate(A_log_ptr + hv, HAS_RATE)
+        c = gl.arange(0, BK, gl.BlockedLayout([1], [32], [4], [0]))
+        biases.store(gl.load(dt_bias_ptr + hv * K + at + c).to(gl.float32))
+    rows_at = rows_ptr + own * 3 * C + t
+    q_scale = gl.expand_dims(gl.load(rows_at), 2)
+    k_scale = gl.expand_dims(gl.load(rows_at + C), 2)
+    beta = gl.expand_dims(gl.load(rows_at + 2 * C), 2)
+    async_copy.wait_group(1)
+    barrier()
+    if g_ptr.dtype.element_ty == dtype:
+        x = _tokens(near_keys, M, TOKENS)
+    else:
+        x = _load(g_at, g_time, left, M, BK, TOKENS)
+    since = _sums(x, biases, rate, lower_bound, left, GATE, M, TOKENS)
+    through = gl.sum(gl.where(gl.expand_dims(m, 2) == M - 1, since, 0.0), 1)
+    sums = gl.allocate_shared_memory(gl.float32, [N, BK], PLAIN)
+    decays = gl.allocate_shared_memory(gl.float32, [N, BK], PLAIN)
+    sums.store(through)
+    decays.store(gl.exp2(through))
+    reach = gl.max(gl.abs(since), 1)
+    # 110: the reciprocal of a decay times a key is still far from overflow.
+    distant = gl.max(gl.max(reach, 1), 0) > 110.0
+    nearest = gl.where(distant, -1000.0, 110.0)
+    from_block = gl.exp2(since)
+    q = _tokens(queries, M, TOKENS) * q_scale
+    queries.store(gl.reshape((q * from_block).to(dtype), [C, BK]))
+    k = _tokens(keys, M, TOKENS) * k_scale
+    keys.store(gl.reshape((k * from_block).to(dtype), [C, BK]))
+    k *= beta
+    far_keys.store(gl.reshape((k * gl.exp2(gl.expand_dims(through, 1) - since)).to(dtype), [C, BK]))
+    near_keys.store(gl.reshape((k * gl.exp2(gl.minimum(-since, nearest))).to(dtype), [C, BK]))
+    async_copy.wait_group(0)
+    fence_async_shared()
+    barrier()
+
+    zero = gl.zeros([C, BK], gl.float32, SUMS)
+    dp = warpgroup_mma(e, dS.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dq = warpgroup_mma(d_o, S.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dk = warpgroup_mma(d_v, S.permute((1, 0)), zero, use_acc=False, is_async=True)
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V, V // 8], [4, 1], [1, 0])
+    held = gl.allocate_shared_memory(gl.float32, [BK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    held.store(gl.sum(S.load(LINES).to(gl.float32) * dS.load(LINES).to(gl.float32), 1))
+    dp, dq, dk = warpgroup_mma_wait(0, deps=(dp, dq, dk))
+    dk = -dk
+    THROUGH: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    of_ends = gl.allocate_shared_memory(gl.float32, [C, BK], THROUGH)
+    barrier()
+    of_ends.store(dp)
+
+    i = gl.arange(0, C, gl.SliceLayout(1, SUMS))[:, None]
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    own_q = gl.allocate_shared_memory(gl.float32, [M, N, M], FLAT)
+    own_k = gl.allocate_shared_memory(gl.float32, [M, N, M], FLAT)
+    d_self = gl.allocate_shared_memory(gl.float32, [N, M], PLAIN)
+    BLOCK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
+    r = gl.arange(0, C, gl.SliceLayout(1, BLOCK))[:, None]
+    s = gl.arange(0, M, gl.SliceLayout(0, BLOCK))[None, :]
+    own_dA = gl.zeros([C, M], gl.float32, BLOCK)
+    own_dP = gl.zeros([C, M], gl.float32, BLOCK)
+    for n in gl.static_range(N):
+        # Columns of dA and dP, of block n.
+        dA, dP = _columns(d_o, d_v, e.slice(n * M, M), BLOCK, False)
+        own_dA = gl.where(r // M == n, dA, own_dA)
+        own_dP = gl.where(r // M == n, dP, own_dP)
+        decay = gl.where(i // M > n, decays.slice(n, 1).load(SUMS), 1.0)
+        dq *= decay
+        dk *= decay
+        later = r // M > n
+        same = (r // M == n) & (r % M > s)
+        dq = _added(dq, gl.where(later, dA, 0.0), far_keys.slice(n * M, M), SUMS)
+        dk = _added(dk, gl.where(later, dP, 0.0), far_keys.slice(n * M, M), SUMS)
+        dq = _added(dq, gl.where(same, dA, 0.0), near_keys.slice(n * M, M), SUMS)
+        dk = _added(dk, gl.where(same, dP, 0.0), near_keys.slice(n * M, M), SUMS)
+        dq, dk = warpgroup_mma_wait(0, deps=(dq, dk))
+    d_self.store(gl.reshape(gl.sum(gl.where(r % M == s, own_dA, 0.0), 1), [N, M]))
+    if distant:
+        own_q.store(gl.reshape(gl.permute(gl.where(r % M > s, own_dA, 0.0), (1, 0)), [M, N, M]))
+        own_k.store(gl.reshape(gl.permute(gl.where(r % M > s, own_dP, 0.0), (1, 0)), [M, N, M]))
+    barrier()
+    of_q = gl.allocate_shared_memory(gl.float32, [C, BK], THROUGH)
+    of_k = gl.allocate_shared_memory(gl.float32, [C, BK], THROUGH)
+    of_q.store(dq)
+    of_k.store(dk)
+    barrier()
+    # A pair that comes and goes must cancel in dg: both times its products are of the same roundings.
+    dq = _tokens(of_q, M, TOKENS)
+    dk = _tokens(of_k, M, TOKENS)
+    dg = _tokens(queries, M, TOKENS) * dq + _tokens(keys, M, TOKENS) * dk
+    from_block = gl.exp2(since)
+    dq *= from_block
+    dk *= from_block
+
+    dp = zero
+    own_p = zero
+    for n in gl.static_range(N - 1, -1, -1):
+        # Rows of dA and dP of block n, transposed.
+        dA, dP = _columns(d_o.slice(n * M, M), d_v.slice(n * M, M), e, BLOCK, True)
+        dp *= gl.where(i // M < n, decays.slice(n, 1).load(SUMS), 1.0)
+        earlier = r // M < n
+        same = (r // M == n) & (r % M < s)
+        dp = _added(dp, gl.where(earlier, dA, 0.0), queries.slice(n * M, M), SUMS)
+        own_p = _added(own_p, gl.where(same, dA, 0.0), queries.slice(n * M, M), SUMS)
+        dp = _added(dp, gl.where(earlier, dP, 0.0), keys.slice(n * M, M), SUMS)
+        own_p = _added(own_p, gl.where(same, dP, 0.0), keys.slice(n * M, M), SUMS)
+        dp, own_p = warpgroup_mma_wait(0, deps=(dp, own_p))
+    barrier()
+    of_far = gl.allocate_shared_memory(gl.float32, [C, BK], THROUGH)
+    of_near = gl.allocate_shared_memory(gl.float32, [C, BK], THROUGH)
+    of_far.store(dp)
+    of_near.store(own_p)
+    barrier()
+
+    dp = _tokens(of_far, M, TOKENS)
+    dg -= _tokens(far_keys, M, TOKENS) * dp
+    far = gl.exp2(gl.expand_dims(through, 1) - since)
+    dp *= far
+    near = _tokens(of_near, M, TOKENS)
+    dg -= _tokens(near_keys, M, TOKENS) * near
+    dp += near * gl.exp2(gl.minimum(-since, nearest))
+    if distant:
+        dq, dk, dp, dg = _far_gradients(
+            (dq, dk, dp, dg),
+            (own_q._reinterpret(gl.float32, [M, N, M], PLAIN), own_k._reinterpret(gl.float32, [M, N, M], PLAIN)),
+            (q_at, q_time, k_at, k_time),
+            (q_scale, k_scale, beta),
+            since,
+            left,
+            M,
+            BK,
+            TOKENS,
+        )
+    s0 = sums.slice(0, 1).load(CHANNELS)
+    s1 = sums.slice(1, 1).load(CHANNELS)
+    s2 = sums.slice(2, 1).load(CHANNELS)
+    s3 = sums.slice(3, 1).load(CHANNELS)
+    behind = gl.where(block < 3, s3, 0.0) + gl.where(block < 2, s2, 0.0) + gl.where(block < 1, s1, 0.0)
+    passed = gl.exp2((s0 + s1) + (s2 + s3))
+    of_end = _tokens(of_ends, M, TOKENS) * far * gl.expand_dims(gl.exp2(behind), 1)
+    dp += of_end
+    k = _load(k_at, k_time, left, M, BK, TOKENS) * k_scale
+    # A gate lets through what the chunk hands on of its first state, and of all that was written before.
+    written = of_end * k * beta
+    totals = gl.allocate_shared_memory(gl.float32, [2, N, BK], PLAIN)
+    totals.index(0).store(gl.sum(dg, 1))
+    totals.index(1).store(gl.sum(written, 1))
+    barrier()
+    # A token's own is taken out again: what that rounds is far below half precision.
+    written = gl.associative_scan(written, 1, _add) - written
+    dg = gl.associative_scan(dg, 1, _add, reverse=True) + written
+    around = passed * held.load(gl.SliceLayout(0, CHANNELS))[None, :]
+    for n in gl.static_range(N):
+        around += gl.where(block < n, totals.index(0).slice(n, 1).load(CHANNELS), 0.0)
+        around += gl.where(block > n, totals.index(1).slice(n, 1).load(CHANNELS), 0.0)
+    dg += gl.expand_dims(around, 1)
+
+    # A token's own pair has no gate in it: kept out of dg, where it would be a large part that cancels.
+    selves = gl.expand_dims(d_self.load(ROWS), 2)
+    q = _load(q_at, q_time, left, M, BK, TOKENS) * q_scale
+    dq += selves * k * beta
+    dp += selves * q
+    d_beta = gl.sum(k * dp, 2)
+    dk += dp * beta
+    c = at + gl.arange(0, BK, gl.SliceLayout(0, CHANNELS))[None, :]
+    to = place * K + gl.expand_dims(t * (HV * K), 2) + gl.expand_dims(c, 1)
+    exists = gl.expand_dims(t, 2) < left
+    gl.store(d_q_ptr + to, (scale * dq).to(d_q_ptr.dtype.element_ty), mask=exists)
+    gl.store(d_k_ptr + to, dk.to(d_k_ptr.dtype.element_ty), mask=exists)
+    if GATE != "none":
+        bias = biases.load(gl.SliceLayout(0, CHANNELS))
+        x = _load(g_at, g_time, left, M, BK, TOKENS) + gl.expand_dims(bias[None, :], 1)
+        g = gl.maximum(_log2_decay(x, rate, lower_bound, GATE), -170.0)
+        dg = gl.where(exists, dg, 0.0)
+        if GATE == "bounded":
+            dx = dg * (LN_2 * g) * (1.0 - LN_2 * g / lower_bound) * rate
+            dA_log = dx * x
+        else:
+            dx = -rate * dg / (1.0 + gl.exp(-x))
+            dA_log = dg * (LN_2 * g)
+        barrier()
+        totals.index(0).store(gl.sum(dx, 1))
+        totals.index(1).store(gl.sum(dA_log, 1))
+        barrier()
+        _store_totals(d_dt_bias_ptr + own * K + at, totals.index(0), BK)
+        _store_totals(d_A_log_ptr + own * K + at, totals.index(1), BK)
+        dg = dx
+        beta = gl.load(rows_at + 2 * C)
+        d_beta *= beta * (1.0 - beta / most_beta)
+    gl.store(d_g_ptr + to, dg.to(d_g_ptr.dtype.element_ty), mask=exists)
+    gl.store(d_betas_ptr + (place + t * HV) * PARTS + part, d_beta, mask=t < left)
+
+
+@gluon.jit
+def _columns(d_o, d_v, e, BLOCK: gl.constexpr, BACK: gl.constexpr):
+    """Some columns of dA and dP, or with BACK of their transposes."""
+    C: gl.constexpr = e.shape[0] if BACK else d_o.shape[0]
+    M: gl.constexpr = d_o.shape[0] if BACK else e.shape[0]
+    zero = gl.zeros([C, M], gl.float32, BLOCK)
+    if BACK:
+        dA = warpgroup_mma(e, d_o.permute((1, 0)), zero, use_acc=False, is_async=True)
+        dP = warpgroup_mma(e, d_v.permute((1, 0)), zero, use_acc=False, is_async=True)
+    else:
+        dA = warpgroup_mma(d_o, e.permute((1, 0)), zero, use_acc=False, is_async=True)
+        dP = warpgroup_mma(d_v, e.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dA, dP = warpgroup_mma_wait(0, deps=(dA, dP))
+    return dA, -dP
+
+
+@gluon.jit
+def _added(total, left, right, SUMS: gl.constexpr):
+    """total + left right, on its way."""
+    operand = gl.convert_layout(left.to(right.dtype), gl.DotOperandLayout(0, SUMS, 2))
+    return warpgroup_mma(operand, right, total, is_async=True)
+
+
+@gluon.jit
+def _store_totals(at, totals, BK: gl.constexpr):
+    N: gl.constexpr = totals.shape[0]
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    WIDE: gl.constexpr = gl.BlockedLayout([N, 1], [1, 32], [1, 4], [1, 0])
+    total = gl.convert_layout(gl.sum(totals.load(WIDE), 0), LINE)
+    gl.store(at + gl.arange(0, BK, LINE), total)
+
+
+@gluon.jit
+def _far_gradients(
+    gradients,
+    own,
+    inputs,
+    scales,
+    since,
+    left,
+    M: gl.constexpr,
+    BK: gl.constexpr,
+    TOKENS: gl.constexpr,
+):
+    """With the pairs of each block by the decay between them."""
+    N: gl.constexpr = since.shape[0]
+    ROWS: gl.constexpr = gl.SliceLayout(2, TOKENS)
+    dq, dk, dp, dg = gradients
+    q_at, q_time, k_at, k_time = inputs
+    q_scale, k_scale, beta = scales
+    m = gl.expand_dims(gl.arange(0, M, gl.SliceLayout(0, ROWS))[None, :], 2)
+    q = _load(q_at, q_time, left, M, BK, TOKENS) * q_scale
+    k = _load(k_at, k_time, left, M, BK, TOKENS) * k_scale
+    for step in range(M):
+        there = gl.expand_dims(gl.sum(gl.where(m == step, k * beta, 0.0), 1), 1)
+        start = gl.expand_dims(gl.sum(gl.where(m == step, since, 0.0), 1), 1)
+        dA = gl.expand_dims(own[0].index(step).load(ROWS), 2)
+        dP = gl.expand_dims(own[1].index(step).load(ROWS), 2)
+        # Rows before step have no such pair.
+        decay = gl.exp2(gl.minimum(since - start, 0.0))
+        dq += dA * there * decay
+        dk += dP * there * decay
+        pairs = (dA * q + dP * k) * decay
+        of_p = gl.expand_dims(gl.sum(pairs, 1), 1)
+        dp += gl.where(m == step, of_p, 0.0)
+        dg += pairs * there - gl.where(m == step, there * of_p, 0.0)
+    return dq, dk, dp, dg
 
 
 @gluon.jit(do_not_specialize=["B", "T", "N", "count", "chunks", "HV"])
