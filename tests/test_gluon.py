@@ -88,6 +88,17 @@ def test_values_and_gradients(gates: str, dims: tuple[int, int]) -> None:
     assert_identical(kda_fn.kda(*inputs, impl="triton"), actual)
     cotangents = tuple(torch.randn_like(y) for y in actual)
     expected = _gradients(_double(inputs), cotangents, impl="fallback")
+    actual = _gradients(inputs, cotangents, impl="triton")
+    assert_close(actual, expected, GRADIENTS)
+    assert_identical(_gradients(inputs, cotangents, impl="triton"), actual)
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (1, 4)], ids=str)
+@pytest.mark.parametrize("T", [1, 65, 127])
+def test_gradients_of_any_length(T: int, heads: tuple[int, int]) -> None:
+    inputs = _inputs("strong", T, *heads)
+    cotangents = torch.randn_like(inputs[0]), torch.randn_like(inputs[3])
+    expected = _gradients(_double(inputs), cotangents, impl="fallback")
     assert_close(_gradients(inputs, cotangents, impl="triton"), expected, GRADIENTS)
 
 

@@ -215,9 +215,7 @@ def kda_terms_tile(target: Target, dtype: torch.dtype, K: int, *, gluon: bool = 
     return Tile(rows, min(rows, 32), _launch(target, warps=4), _single(target, dtype))
 
 
-def kda_gradients_tile(
-    target: Target, dtype: torch.dtype, K: int, V: int, *, gluon: bool = False
-) -> Tile:
+def kda_gradients_tile(target: Target, dtype: torch.dtype, K: int, V: int, *, gluon: bool = False) -> Tile:
     """A chunk's gradients: by parts of K, and within them by parts of V."""
     rows, columns = (max(16, _power_of_two(size)) for size in (V, K))
     if gluon:

@@ -172,7 +172,7 @@ class Call:
         self._steps(final_state, o)
         chunks = self._chunks(lambda length: length > STEPS)
         if chunks is not None:
-            self._scan(chunks, self._terms(chunks), final_state, o, None, None)
+            self._scan(chunks, self._as_scanned(self._terms(chunks)), final_state, o, None, None)
 
     def backward(
         self, d_final_state: Tensor, d_o: Tensor, gradients: tuple[Tensor, ...]
@@ -192,8 +192,9 @@ class Call:
         # Saved are the inputs alone: a chunk's terms are large, and quick to have again.
         rows = self.q.new_empty(self.B, self.HV, chunks.count, 3, C, dtype=torch.float32)
         terms = self._terms(chunks, rows)
-        states, e = self._scan_again(chunks, terms)
-        d_states = self._scan_back(chunks, terms, as_batch(d_final_state, 3), d_o, d_initial_state, d_v)
+        scanned = self._as_scanned(terms)
+        states, e = self._scan_again(chunks, scanned)
+        d_states = self._scan_back(chunks, scanned, as_batch(d_final_state, 3), d_o, d_initial_state, d_v)
         # Gluon's kernel makes them of what it has at hand.
         pairs = (None, None, None) if self.gluon else self._pairs_back(chunks, e, d_v, d_o)
         if self.G == 1:
@@ -292,17 +293,17 @@ class Call:
         )
         return terms
 
-    def _scan_again(self, chunks: _Chunks, terms: _Terms) -> tuple[Tensor, Tensor]:
+    def _scan_again(self, chunks: _Chunks, scanned: tuple[object, ...]) -> tuple[Tensor, Tensor]:
         """`_scan` for its states at the chunks' starts and its e."""
         states = self.q.new_empty(self.B, self.HV, chunks.count, self.K, self.V)
         e = self.q.new_empty(self.B, self.HV, chunks.count, C, self.V)
-        self._scan(chunks, terms, None, None, states, e)
+        self._scan(chunks, scanned, None, None, states, e)
         return states, e
 
     def _scan(
         self,
         chunks: _Chunks,
-        terms: _Terms,
+        scanned: tuple[object, ...],
         final_state: Tensor | None,
         o: Tensor | None,
         states: Tensor | None,
@@ -313,7 +314,7 @@ class Call:
         kernel = _gluon().chunk_scan if self.gluon else _chunk_scan
         kernel[self.target.cube_grid(tasks)](
             self.initial_state,
-            *self._as_scanned(terms),
+            *scanned,
             self.v,
             final_state,
             o,
@@ -341,7 +342,7 @@ class Call:
     def _scan_back(
         self,
         chunks: _Chunks,
-        terms: _Terms,
+        scanned: tuple[object, ...],
         d_final_state: Tensor,
         d_o: Tensor,
         d_initial_state: Tensor,
@@ -353,7 +354,7 @@ class Call:
         kernel = _gluon().chunk_scan_back if self.gluon else _chunk_scan_back
         kernel[self.target.cube_grid(tasks)](
             d_final_state.contiguous(),
-            *self._as_scanned(terms),
+            *scanned,
             d_o,
             d_initial_state,
             d_states,
@@ -385,6 +386,7 @@ class Call:
         return tile, heads * triton.cdiv(self.V, tile.columns)
 
     def _as_scanned(self, terms: _Terms) -> tuple[object, ...]:
+        """Terms as the scans take them."""
         return _gluon().described(terms) if self.gluon else terms
 
     def _pairs_back(

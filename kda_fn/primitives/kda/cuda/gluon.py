@@ -1,10 +1,13 @@
-"""KDA's terms and scans in bfloat16 on Hopper, in Gluon, where layouts are chosen by hand.
+"""KDA's terms, scans and gradients in bfloat16 on Hopper, in Gluon, where layouts are chosen by hand.
 
 Results are those of `kernels.py` beside this, and of `_chunk_scan` and `_chunk_scan_back`, to rounding.
 
 A chunk's terms: a warp holds the 16 tokens of a block and a thread all of them, in a few channels, so that
 sums of gates and what is made of them need no other thread. Pairs of tokens are products of whole chunks, of
 which each block of 16 by 16 is chosen afterwards by how far it is from the diagonal.
+
+A chunk's gradients: tokens lie as for its terms. Cotangents of pairs of tokens are made by blocks of 16, and are in
+ registers the left side of the products with the block's keys and queries.
 
 The scans: all is transposed, [V ..]. What one product gives is in registers the left side of the next, and
 what a chunk needs comes through the bulk copy engine while the last one is computed.
@@ -33,6 +36,7 @@ __all__ = ["chunk_gradients", "chunk_scan", "chunk_scan_back", "chunk_terms", "d
 
 LOG2_E = gl.constexpr(_kernels.LOG2_E.value)
 LN_2 = gl.constexpr(_kernels.LN_2.value)
+DESCRIBED = gl.NVMMASharedLayout(128, 16, 2)
 FAR = gl.constexpr(118.0)
 """Of a block's start, in powers of two: the least gate that a lower bound of -5 allows is nearer."""
 
@@ -764,7 +768,10 @@ def chunk_gradients(
     if distant:
         dq, dk, dp, dg = _far_gradients(
             (dq, dk, dp, dg),
-            (own_q._reinterpret(gl.float32, [M, N, M], PLAIN), own_k._reinterpret(gl.float32, [M, N, M], PLAIN)),
+            (
+                own_q._reinterpret(gl.float32, [M, N, M], PLAIN),
+                own_k._reinterpret(gl.float32, [M, N, M], PLAIN),
+            ),
             (q_at, q_time, k_at, k_time),
             (q_scale, k_scale, beta),
             since,
@@ -878,7 +885,6 @@ def _far_gradients(
     TOKENS: gl.constexpr,
 ):
     """With the pairs of each block by the decay between them."""
-    N: gl.constexpr = since.shape[0]
     ROWS: gl.constexpr = gl.SliceLayout(2, TOKENS)
     dq, dk, dp, dg = gradients
     q_at, q_time, k_at, k_time = inputs
@@ -1218,4 +1224,4 @@ def _stacked(x: Tensor, count: int) -> TensorDescriptor:
     """`count` tensors of x's shape from x on, as rows, by chunks."""
     C, F = x.shape[-2:]
     rows = torch.as_strided(x, (count * x.numel() // F, F), (F, 1))
-    return TensorDescriptor.from_tensor(rows, [C, F], gl.NVMMASharedLayout(128, 16, 2))
+    return TensorDescriptor.from_tensor(rows, [C, F], DESCRIBED)
