@@ -6,8 +6,8 @@ A chunk's terms: a warp holds the 16 tokens of a block and a thread all of them,
 sums of gates and what is made of them need no other thread. Pairs of tokens are products of whole chunks, of
 which each block of 16 by 16 is chosen afterwards by how far it is from the diagonal.
 
-A chunk's gradients: tokens lie as for its terms. Cotangents of pairs of tokens are made by blocks of 16, and are in
- registers the left side of the products with the block's keys and queries.
+A chunk's gradients: tokens lie as for its terms. Cotangents of pairs of tokens are made by blocks of 16, and
+are in registers the left side of their products with the block's keys and queries.
 
 The scans: all is transposed, [V ..]. What one product gives is in registers the left side of the next, and
 what a chunk needs comes through the bulk copy engine while the last one is computed.
