@@ -243,7 +243,7 @@ def portions(
     # Split, not sliced: its derivative is one concatenation, where every slice would write full-sized zeros.
     sizes = [sum(counts) * group.C for counts in runs]
     sizes[-1] -= sum(sizes) - tokens[0].shape[-3]
-    usual = [alike and counts == [1] * most and size == most * group.C for counts, size in zip(runs, sizes)]  # noqa: B905
+    usual = [alike and part == ([1] * most, most * group.C) for part in zip(runs, sizes, strict=True)]
     yield from zip(runs, zip(*(x.split(sizes, -3) for x in tokens), strict=True), usual, strict=True)
 
 
